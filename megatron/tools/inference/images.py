@@ -74,12 +74,12 @@ class ImageReader:
     """The folder that paths in records are relative to."""
 
     def images(self, record: Mapping[str, Any]) -> list[np.ndarray]:
-        """The shared images, then the images at the path or paths in the record's ``image``.
+        """The shared images, then the images at the path or paths in the record's ``image`` or ``images``.
 
         Raises DataError as ``read_image``, or for a path outside of the folder.
         """
         size = self.model.vision_image_size
-        return [*self.shared, *(read_image_within(self.folder, path, size) for path in as_list(record.get("image")))]
+        return [*self.shared, *(read_image_within(self.folder, path, size) for path in images_of(record))]
 
     def tokens(self, text: str, record: Mapping[str, Any], tokenize: Callable[[str], Sequence[int]]) -> ImagePrompt:
         """Tokenize a text with the images of its record, see ``with_images``."""
@@ -87,7 +87,7 @@ class ImageReader:
 
     def marked(self, text: str, record: Mapping[str, Any]) -> str:
         """``text``, with a mark for each image in front if it has no marks."""
-        return marked(text, len(self.shared) + len(as_list(record.get("image"))))
+        return marked(text, len(self.shared) + len(images_of(record)))
 
 
 def marked(text: str, images: int) -> str:
@@ -95,9 +95,22 @@ def marked(text: str, images: int) -> str:
     return text if MARK in text else f"{MARK}\n" * images + text
 
 
-def as_list(images: Any) -> list[Any]:
-    """The ``image`` field of a record, which may be a list, a single image or empty, as a list."""
+IMAGES = ("image", "images")
+"""Keys of records with images."""
+
+
+def images_of(record: Any) -> list[Any]:
+    """The images that a record names, in a list, alone or not at all. Raises DataError if it has both keys for them."""
+    images = only(record, IMAGES) if isinstance(record, Mapping) else None
     return images if isinstance(images, list) else [images] if images else []
+
+
+def only(record: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """The value under one of ``keys``, or None. Raises DataError if there are several."""
+    values = [record[key] for key in keys if record.get(key)]
+    if len(values) > 1:
+        raise DataError(f"there are {' and '.join(keys)}: give one")
+    return values[0] if values else None
 
 
 def read_image_within(folder: Path, path: Any, size: int) -> np.ndarray:

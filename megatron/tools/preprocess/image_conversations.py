@@ -10,8 +10,8 @@ import numpy as np
 from megatron.common.errors import DataError
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.template import ChatTemplate, Text, tokenize_texts
-from megatron.tools.inference.images import MARK, as_list, bytes_of_url, decoded, read_image_within
-from megatron.tools.preprocess.image_records import CONVERSATIONS, IMAGES, Record, only, read_records
+from megatron.tools.inference.images import MARK, bytes_of_url, decoded, images_of, only, read_image_within
+from megatron.tools.preprocess.image_records import CONVERSATIONS, Record, read_records
 from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, ImageSettings, Job
 from megatron.tools.preprocess.tokenize_chunk import LineError, Tokenized, chat_template_of, tokenizer_of
 
@@ -104,7 +104,7 @@ def _messages(record: Any, images: list[Any]) -> list[dict[str, Any]]:
     turns = only(record, CONVERSATIONS) if isinstance(record, dict) else None
     if not isinstance(turns, list):
         raise DataError('no "conversations" (LLaVA) or "messages" (OpenAI) in it')
-    images += (given := as_list(only(record, IMAGES)))
+    images += (given := images_of(record))
     messages = []
     for turn in turns:
         if not isinstance(turn, dict):

@@ -8,7 +8,7 @@ images are sequences with a nonzero mode.
 import json
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +18,13 @@ import numpy as np
 from megatron.common.errors import DataError, one_line
 from megatron.common.reading import LARGEST, parse_json, read_bytes, regular
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.tools.inference.images import as_list
+from megatron.tools.inference.images import IMAGES, images_of
 from megatron.tools.preprocess.corpus import open_parquet, parquet_batches
 from megatron.tools.preprocess.file_lines import file_lines
 
 _LARGEST_SAMPLE = 1 << 26
 """Maximum bytes of the files of a sample in a tar file, where a sparse file may be far larger than the archive."""
 CONVERSATIONS = ("conversations", "messages")
-IMAGES = ("image", "images")
 
 
 class Record(NamedTuple):
@@ -71,7 +70,7 @@ def _parse(where: str, text: bytes, images: Mapping[str, bytes]) -> Record:
     """Parse a JSON object, and insert the contents of the ``images`` that it names, or of all if it names none."""
     try:
         content = parse_json(text)
-        names = as_list(only(content, IMAGES) if isinstance(content, dict) else None) or [*images]
+        names = images_of(content) or [*images]
     except ValueError as error:
         return Record(where, None, f"not JSON ({error})")
     except DataError as error:
@@ -79,14 +78,6 @@ def _parse(where: str, text: bytes, images: Mapping[str, bytes]) -> Record:
     if images and isinstance(content, dict):
         content = content | {"image": [images.get(str(name), name) for name in names], "images": None}
     return Record(where, content)
-
-
-def only(record: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """The value under one of ``keys``, or None. Raises DataError if there are several."""
-    values = [record[key] for key in keys if record.get(key)]
-    if len(values) > 1:
-        raise DataError(f"there are {' and '.join(keys)}: give one")
-    return values[0] if values else None
 
 
 def _read_tar(path: Path) -> Iterator[Record]:

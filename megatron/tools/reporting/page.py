@@ -15,7 +15,7 @@ from PIL import Image
 from megatron.common.errors import DataError
 from megatron.common.reading import parse_json, regular
 from megatron.common.units import duration, with_prefix
-from megatron.tools.inference.images import read_image
+from megatron.tools.inference.images import images_of, read_image
 from megatron.tools.reporting.files import Points, Record
 from megatron.tools.reporting.pictures import CURVE_KEYS, as_svg, draw, draw_curves, draw_expert_loads
 from megatron.tools.reporting.timeline import PASSES, Measures, Timeline, measure
@@ -61,12 +61,11 @@ def _text(answer: str | list[str]) -> str:
 
 def _url(record: dict) -> str:
     """The first image of a question as a data URL of a small PNG."""
-    images = record.get("image") or []
-    first = images if isinstance(images, str) else next(iter(images), "")
-    if not first:
+    images = images_of(record)
+    if not images:
         return ""
     file = io.BytesIO()
-    Image.fromarray(read_image(Path(record["folder"]) / first, _PIXELS)).save(file, "PNG")
+    Image.fromarray(read_image(Path(record["folder"]) / images[0], _PIXELS)).save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 

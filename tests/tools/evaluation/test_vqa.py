@@ -103,14 +103,16 @@ def read(folder: Path, *records: Any) -> list[Question]:
 
 
 def test_a_question_is_a_prompt_with_its_images(tmp_path: Path):
-    one, other = read(
+    one, other, listed = read(
         tmp_path,
         {"image": "a.png", "question": "hm?", "answer": "Yes"},
         {"question": "so?", "answer": ["a", "b"], "choices": ["a", "b", "cd"]},
+        {"images": ["a.png"], "question": "hm?", "answer": "Yes"},
     )
     model = parse("llava").model
     assert list(one.prompt) == [*[model.image_token_id] * model.image_tokens, *b"\nhm?"] and one.answers == ("Yes",)
     assert one.prompt.images is not None and one.prompt.images.shape == (1, 28, 28, 3)
+    assert listed.prompt.images is not None and [*listed.prompt] == [*one.prompt]
     assert other.prompt.images is None and other.choices == ((97,), (98,), (99, 100))
     assert metrics([one, one, other], ["yes.", "no", "the B"]) == {
         "accuracy": 2 / 3, "right": 2, "questions": 3, "most_frequent_answer": 2 / 3,
@@ -124,6 +126,7 @@ def test_a_question_is_a_prompt_with_its_images(tmp_path: Path):
         {"question": "a"},
         {"question": "a", "answer": "a", "choices": ["b"]},
         {"question": "a", "answer": "a", "image": "../a.png"},
+        {"question": "a", "answer": "a", "image": "a.png", "images": ["a.png"]},
         {"question": "a" * 40, "answer": "a"},
         {"question": "<image><image>", "answer": "a", "image": "a.png"},
     ],
