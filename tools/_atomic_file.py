@@ -54,13 +54,16 @@ def check_unread(path: Path, flag: str) -> None:
 
 
 def check_not_read(path: Path | None, flag: str, run: RunConfig) -> None:
-    """Raises ConfigError if ``path`` is a file of the data or the tokenizer that other processes read for ``run``."""
+    """Raises ConfigError as ``check_unread``, also for data and tokenizer, which other processes read for ``run``."""
+    if path is None:
+        return
+    check_unread(path, flag)
     data = run.data
     kind = tokenizer_kind(data.tokenizer_type, data.tokenizer_model)
     tokenizer = tokenizer_files(kind, data.vocab_file, data.merge_file, data.tokenizer_model)
     names = [name for prefix in data.prefixes for name in (prefix, loss_mask_prefix(prefix))]
     files = [*filter(None, tokenizer), *(name + ending for name in names for ending in _DATA_SET)]
-    if path is not None and os.path.realpath(path) in map(os.path.realpath, files):
+    if os.path.realpath(path) in map(os.path.realpath, files):
         raise ConfigError(_AN_INPUT.format(flag=flag, path=path))
 
 

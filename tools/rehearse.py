@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 import _project_root  # noqa: F401
-from _atomic_file import write_json
+from _atomic_file import check_not_read, write_json
 
 from megatron.cli.provided import read_number
 from megatron.common.errors import ConfigError
@@ -50,6 +50,7 @@ def main() -> None:
         words, read_architecture(program), args.world_size, machine.per_node, args.steps, args.fake
     )  # fmt: skip
     run = checked_run(rehearsal)
+    check_not_read(args.json, "--json", run)
     numbers = ranks_of_text(args.ranks, run) if args.ranks else check_ranks([args.rank or 0], run)
     room = machine.device.memory * (1 - args.headroom)
     ranks = []
