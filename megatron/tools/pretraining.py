@@ -16,7 +16,7 @@ from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec, architecture_of
 from megatron.tools.reporting.callbacks import default_callbacks
 from megatron.training.callbacks import Callback
-from megatron.training.model_provider import ModelProvider, UserCallback, provided_architecture
+from megatron.training.model_provider import ModelProvider, UserCallback, provided_architecture, user_function
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load import Loaded
@@ -65,7 +65,9 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE, callbacks: Sequence[Call
         if is_main_rank:
             dry_run(run)
         return None
-    return train(run, [*default_callbacks(), *map(UserCallback, callbacks)])
+    with user_function("callbacks"):
+        observers = [*default_callbacks(), *map(UserCallback, callbacks or ())]
+    return train(run, observers)
 
 
 class Program:

@@ -11,6 +11,12 @@ from typing import Any
 from megatron.config import RunConfig
 from megatron.parallel.pipeline.schedule import InstructionHook
 
+OWN_METRICS = (
+    *("consumed_samples", "consumed_tokens", "lm_loss", "learning_rate", "grad_norm", "loss_scale"),
+    *("skipped_iterations", "seconds_per_iteration", "tokens_per_second", "tflops_per_device", "memory_gb"),
+)
+"""The names of the metrics of every run."""
+
 
 @dataclass(frozen=True)
 class MemoryPlan:

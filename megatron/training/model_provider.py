@@ -20,7 +20,7 @@ from megatron.launch.rank import failure_of_nccl, is_connection_lost, is_timeout
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec, LayerSpec, register
 from megatron.parallel.pipeline.schedule import InstructionHook
-from megatron.training.callbacks import Callback
+from megatron.training.callbacks import OWN_METRICS, Callback
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -179,7 +179,7 @@ class UserCallback(Callback):
             yield guarded
 
     def metrics(self) -> Mapping[str, Any]:
-        """Those of the user. Raises ConfigError unless each is a number or a tensor of one."""
+        """Those of the user. Raises ConfigError unless each is a number or a tensor of one, of a name of its own."""
         from torch import Tensor
 
         with user_function(self._name("metrics")):
@@ -188,6 +188,8 @@ class UserCallback(Callback):
             if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
                 kind = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise ConfigError(f"{self._name('metrics')} returned {kind} for {name}: return a number")
+            if not isinstance(name, str) or name in OWN_METRICS:
+                raise ConfigError(f"{self._name('metrics')} returned {name!r}: give it a name that no other metric has")
         return values
 
     def _name(self, method: str) -> str:

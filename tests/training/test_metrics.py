@@ -21,12 +21,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.engines.status import HostCopy, StepStatus
 from megatron.launch.rank import _report_thread
 from megatron.tools.reporting.files import read_series
+from megatron.training.callbacks import OWN_METRICS
 from megatron.training.metrics import MetricsLogger
 
-STEP_KEYS = {
-    "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "learning_rate", "grad_norm", "loss_scale",
-    "skipped_iterations", "seconds_per_iteration", "tokens_per_second", "tflops_per_device", "memory_gb",
-}  # fmt: skip
+STEP_KEYS = {"iteration", *OWN_METRICS}
 
 
 def test_file_tensorboard_and_screen_agree(programs, tmp_path):

@@ -197,7 +197,8 @@ class Broken(Callback):
 
     def metrics(self):
         self._reach("metrics")
-        return {"list": {"a": [1]}, "none": None}.get(self.at, {"half": 0.5, "one": torch.ones(1)})
+        wrong = {"list": {"a": [1]}, "none": None, "number": {1: 2}, "own": {"lm_loss": 2}}
+        return wrong.get(self.at, {"half": 0.5, "one": torch.ones(1)})
 
     def on_metrics(self, iteration, values):
         self._reach("on_metrics")
@@ -206,7 +207,8 @@ class Broken(Callback):
         self._reach("on_run_end")
 
 
-PLACES = ["", "enter", "hook", "no hooks", "leave", "metrics", "list", "none", "on_metrics", "on_run_end", "inside"]
+METRICS = ["metrics", "list", "none", "number", "own"]
+PLACES = ["", "enter", "hook", "no hooks", "leave", *METRICS, "on_metrics", "on_run_end", "inside"]
 
 
 @pytest.mark.parametrize("at", PLACES)
@@ -222,7 +224,7 @@ def test_an_error_of_a_callback_names_it(at: str) -> None:
         callback.on_metrics(7, {})
         callback.on_run_end()
 
-    method = {"list": "metrics", "none": "metrics"}.get(at, at if at.startswith(("on", "m")) else "around_iteration")
+    method = "metrics" if at in METRICS else at if at.startswith("on") else "around_iteration"
     expected = f"in iteration 7, Broken.{method}" if at != "inside" else "the model fails"
     with pytest.raises(AssertionError if at == "inside" else ConfigError, match=expected) if at else nullcontext():
         train()
