@@ -43,7 +43,7 @@ def resolve_run(
     """
     run = _with_provided(provided)
     run = replace(run, activation=_activation(run.activation), data=_data(run.data, provided, architecture))
-    run = replace(run, model=_model(run, architecture), zero=_zero(run))
+    run = replace(run, model=_model(run, architecture, provided), zero=_zero(run))
     if architecture.reads_images:
         run = replace(run, data=replace(run.data, image_format=tuple(run.model.image_format)))
     observe = replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace)
@@ -144,18 +144,22 @@ def _data(data: DataConfig, provided: Mapping[str, Provided], architecture: Arch
     return data
 
 
-def _model(run: RunConfig, architecture: ArchitectureSpec) -> ModelConfig:
+def _model(run: RunConfig, architecture: ArchitectureSpec, provided: Mapping[str, Provided]) -> ModelConfig:
     model = _both_stacks(run) if architecture.is_encoder_decoder else run.model
     if architecture.reads_images:  # from here on ``num_layers`` includes the vision encoder
         layers = model.num_layers + model.vision_layers
         model = replace(model, num_layers=layers, text_seq_length=run.data.seq_length)
     packs = run.data.sft and not architecture.is_encoder_decoder
+    positions = model.max_position_embeddings or max(run.data.seq_length, run.data.decoder_seq_length)
+    # Its default, Megatron-LM's, is no limit, although sequences may be longer today.
+    is_short = "pre_tokens" not in provided and model.pre_tokens < run.data.seq_length - 1
     return replace(
         model,
         architecture=architecture.name,
         num_experts=model.num_experts if model.has_experts else 0,
         ffn_hidden_size=model.ffn_hidden_size or default_ffn_hidden_size(model),
-        max_position_embeddings=model.max_position_embeddings or max(run.data.seq_length, run.data.decoder_seq_length),
+        max_position_embeddings=positions,
+        pre_tokens=positions - 1 if is_short else model.pre_tokens,
         reset_position_ids=run.data.reset_position_ids or packs,
         reset_attention_mask=run.data.reset_attention_mask or packs,
         dtype=run.precision.dtype,

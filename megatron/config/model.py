@@ -169,7 +169,7 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
     )
     pre_tokens: int = flag(
         65536,
-        "Preceding tokens that each token attends to, a sliding window; also as N,0.",
+        "Preceding tokens that each token attends to, a sliding window; also as N,0. The default limits no sequence.",
         aliases=("pre-tockens", "pre", "window-size"),
         within="[0, inf)",
         models="gpt",

@@ -11,6 +11,7 @@ from megatron.checkpoint.saved_layout import SavedLayout
 from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.architectures import architecture_of
+from megatron.model.huggingface import model_title
 from megatron.training.summary import describe_config
 
 LAYOUTS = [
@@ -167,3 +168,11 @@ def test_a_model_is_called_what_people_call_it(words: str, title: str) -> None:
     assert describe_config(run)["model"].startswith(f"{title}, ")
     assert describe(run, 0)["model"] == title
     assert ", PP 1, " in str(SavedLayout.from_run(run))
+
+
+@pytest.mark.parametrize(("length", "window"), [(8192, 65536), (65537, 65536), (65538, 131071), (131072, 131071)])
+def test_the_default_window_limits_no_sequence(length: int, window: int) -> None:
+    words = f"{LLAMA} --seq-length {length} --max-position-embeddings 131072"
+    model = parse(words).model
+    assert (model.pre_tokens, model_title(model)) == (window, "Llama")
+    assert parse(f"{words} --pre-tokens 65536").model.pre_tokens == 65536
