@@ -26,9 +26,12 @@ from megatron.model.architectures import BERT
 from megatron.model.huggingface import BERT_FORMAT, GPT2_FORMAT, HF_CONFIG, T5_FORMAT, format_of, read_json
 from megatron.tokenizer.base import EOD, check_ids
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, read_byte_vocabulary, read_merges
+from megatron.tokenizer.published import HuggingFaceTokenizer
 from megatron.tokenizer.words import PAD, WordPieceTokenizer, check_special, read_pieces
+from megatron.tools.chat.files import recorded_template
+from megatron.tools.chat.template import ChatPrompts
 
-TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 LOWER_CASE, CASED = BERT.tokenizers
 (SENTENCEPIECE_MODEL,) = TOKENIZER_FILES[SENTENCEPIECE]
 TOKENIZERS = (TOKENIZER, SENTENCEPIECE_MODEL)
@@ -187,7 +190,7 @@ CARRIED = (
     SETTINGS,
     "special_tokens_map.json",
     SENTENCEPIECE_MODEL,
-    "generation_config.json",
+    GENERATION,
     CHAT_TEMPLATE,
 )
 """Files of a Hugging Face folder that from-hf and to-hf copy."""
@@ -255,6 +258,19 @@ def keep_chat_template(folder: Path, description: Mapping[str, Any]) -> None:
     (folder / SETTINGS).write_text(as_json(settings, indent=2) + "\n", encoding="utf-8")
     (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
     shutil.rmtree(folder / OTHER_TEMPLATES, ignore_errors=True)
+    if (folder / TOKENIZER).is_file():
+        with suppress(UserError):  # a tokenizer that the template does not fit
+            _end_at_answers(folder, record)
+
+
+def _end_at_answers(folder: Path, record: str) -> None:
+    """Let ``transformers`` end a text at the special token with which the template of ``record`` ends an answer."""
+    tokenizer, file = HuggingFaceTokenizer(str(folder / TOKENIZER)), folder / GENERATION
+    known = (tokenizer.eod, *sorted(tokenizer.other_ends - {tokenizer.eod}))
+    stop = ChatPrompts(recorded_template(record, tokenizer), tokenizer).stop
+    if new := [id for id in map(tokenizer.special_tokens.__getitem__, stop) if id not in known]:
+        settings = read_json(file) if file.exists() else {}
+        file.write_text(as_json(settings | {"eos_token_id": [*known, *new]}, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_carried(files: Mapping[str, Path], folder: Path) -> None:
