@@ -62,20 +62,20 @@ def test_files_are_written_even_if_nobody_reads_the_screen(tmp_path: Path) -> No
     assert {"run.sh", "plan.json"} <= set(os.listdir(tmp_path))
 
 
-@pytest.mark.parametrize("has_data", [True, False])
-def test_the_command_is_legal_and_its_json_is_the_runs(planned, programs, tmp_path, has_data):
+@pytest.mark.parametrize("missing", [None, "--data-path", "--vocab-file"])
+def test_the_command_is_legal_and_its_json_is_the_runs(planned, programs, tmp_path, missing):
     """--explain prints the DeepSpeed config that the run would start with, and ends with 0; also without the data."""
     files = planned[0] / "files"
     script = (files / "run.sh").read_text()
-    prefix = programs.data_arguments[programs.data_arguments.index("--data-path") + 1]
     for name in ("run.sh", "ds_config.json"):
         (tmp_path / name).write_text((files / name).read_text())
-    if not has_data:
-        (tmp_path / "run.sh").write_text(script.replace(str(prefix), "data/missing"))
+    if missing:
+        path = programs.data_arguments[programs.data_arguments.index(missing) + 1]
+        (tmp_path / "run.sh").write_text(script.replace(str(path), "data/missing"))
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", tmp_path / "run.sh", "--explain"]
     ended = subprocess.run(command, cwd=programs.root, env=environ, capture_output=True, text=True, check=True)
-    assert "rules, all kept" in ended.stdout and ("--mock-data" in ended.stderr) is not has_data
+    assert "rules, all kept" in ended.stdout and ("--mock-data" in ended.stderr) == bool(missing)
     config = json.loads(ended.stdout.partition("> deepspeed ")[2])
     assert config == json.loads((files / "ds_config.json").read_text())
 

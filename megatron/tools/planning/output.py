@@ -84,12 +84,13 @@ def script(candidate: Candidate) -> str:
         f" \\\n    {shlex.join(value.arguments)}" for name, value in candidate.given.items() if name not in data
     )
     index = f"{data['data_path'].arguments[-1]}.idx" if "data_path" in data else "."
+    tokenizer = [data[name].arguments[-1] for name in ("vocab_file", "tokenizer_model") if name in data]
     images = candidate.request.architecture.reads_images
     instead = f"--data-path {shlex.quote(index[:-4])} --tokenizer-type NullTokenizer" if images else "--mock-data"
     return f"""\
 #!/usr/bin/env bash
 # Start it in the folder of {program}. Its arguments go to the program, and the last value of a flag counts.
-# With --explain or --dry-run, neither the hosts nor their devices are needed, nor the data set.
+# With --explain or --dry-run, neither the hosts nor their devices are needed, nor the data set and its tokenizer.
 set -euo pipefail
 here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 {"export DS_ACCELERATOR=cpu" if accelerator == "cpu" else ""}
@@ -107,10 +108,12 @@ for argument in "$@"; do
     if [[ $argument = --explain || $argument = --dry[-_]run ]]; then
         start=(env DS_ACCELERATOR={accelerator} python)
         set -- --world-size {devices} "$@"
-        if [ ! -e {shlex.quote(index)} ]; then
-            echo "{SCRIPT}: there is no {index} yet: $argument with {instead}" >&2
+        for file in {shlex.join([index, *tokenizer])}; do
+            [ -e "$file" ] && continue
+            echo "{SCRIPT}: there is no $file yet: $argument with {instead}" >&2
             data=({instead} --vocab-size {candidate.request.vocab_size})
-        fi
+            break
+        done
         break
     fi
 done
