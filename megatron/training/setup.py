@@ -80,6 +80,8 @@ def is_finished(saved: SavedRun, run: RunConfig, *, length_flag: str, evaluation
     if run.checkpoint.finetune or saved.iteration < last:
         return False
     if dist.get_rank() == 0:
+        for problem in saved.newer_problems:
+            print(f"> warning: {problem}")
         print(
             f"> already finished: {saved.path} is from iteration {saved.iteration} of {last}; to continue, increase "
             f"{length_flag or run.train.length_flag}; {evaluation_flag} evaluates it again",

@@ -43,7 +43,9 @@ def test_a_finished_run_trains_and_evaluates_nothing_unless_asked(train_in_ranks
     folder = ("--save", tmp_path / "ck", "--load", tmp_path / "ck", "--metrics-file", tmp_path / "metrics")
     train_in_ranks(2, *SETTINGS, *folder)
     once = read_metrics(tmp_path / "metrics")
+    (tmp_path / "ck" / "latest").write_text("global_step2")
     output = train_in_ranks(2, *SETTINGS, *folder)
+    assert f"> warning: {tmp_path}/ck/latest names global_step2, which is not in {tmp_path}/ck\n" in output
     assert (
         "> already finished: " in output and "is from iteration 4 of 4; to continue, increase --train-iters" in output
     )
