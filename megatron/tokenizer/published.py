@@ -203,6 +203,9 @@ class GPTSentencePieceTokenizer(Tokenizer):
         self.vocab_size = checked_size(path, pieces, vocab_size)
         self.tokens = pieces
         self.bos = None if self._model.bos_id() < 0 else self._model.bos_id()
+        with suppress(DataError):  # it is not needed to read the model
+            settings = _read_configs(os.path.dirname(path)).get(CONFIG_FILES[0], {})
+            self.adds_bos = settings.get("add_bos_token") is True
         self.special_tokens = {self._model.id_to_piece(id): id for id in range(pieces) if self._model.is_control(id)}
         self.eod = self._model.eos_id()
         if eod_token is not None:

@@ -142,6 +142,9 @@ def test_sentencepiece_model(tmp_path: Path) -> None:
         assert "".join(_streamed(tokenizer, [], ids)) == text
     assert tokenizer.detokenize([2]) == "" == build_tokenizer(SENTENCEPIECE, path, None, 400).detokenize([399])
     assert build_tokenizer(SENTENCEPIECE, path, None, 400, "<unk>").eod == 0
+    for adds in (False, True):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": adds}))
+        assert build_tokenizer(SENTENCEPIECE, path, None).adds_bos is adds
     with pytest.raises(DataError, match="character 1 of the text is"):
         tokenizer.tokenize("a\ud800")
     for content in (b"", b"\x80not a model"):
