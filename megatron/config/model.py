@@ -214,6 +214,11 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
         return self.kv_channels or self.hidden_size // max(self.num_attention_heads, 1)
 
     @property
+    def has_window(self) -> bool:
+        """Whether ``pre_tokens`` limits attention. The default, which is less than some models have, does not."""
+        return self.pre_tokens < self.max_position_embeddings - 1 and self.pre_tokens != ModelConfig.pre_tokens
+
+    @property
     def query_groups(self) -> int:
         """Number of key and value heads."""
         return self.num_query_groups or self.num_attention_heads

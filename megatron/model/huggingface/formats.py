@@ -258,7 +258,7 @@ GPT2_FORMAT = Format(
         "queries and keys that are not normalized": config.qk_layernorm,
         RESIDUAL: config.apply_residual_connection_post_layernorm,
         f"attention to all {config.max_position_embeddings} positions (--pre-tokens {config.pre_tokens})": (
-            config.pre_tokens < config.max_position_embeddings - 1
+            config.has_window
         ),
     },
     write=lambda config: {

@@ -175,22 +175,16 @@ def _missing(config: ModelConfig) -> dict[str, bool]:
 
 def _families_of(config: ModelConfig) -> list[Family]:
     """The families with the biases, QK-norm, experts and attention window of ``config``."""
-    has_window = _has_window(config)
     traits = (config.has_experts, config.qkv_bias and not config.linear_bias, config.qk_layernorm)
     return [
         family
         for family in FAMILIES.values()
         if (family.experts is not None, family.qkv_bias, family.qk_layernorm) == traits
         # Mixtral may have a window or not.
-        and (family.has_window == has_window or (family.model_type == "mixtral" and not has_window))
+        and (family.has_window == config.has_window or (family.model_type == "mixtral" and not config.has_window))
         and not (family.model_type == "mixtral" and config.moe_router_pre_softmax)
         and not (family.model_type != "llama" and config.linear_bias)
     ]
-
-
-def _has_window(config: ModelConfig) -> bool:
-    """Whether attention is limited. The default, which is fewer tokens than some models have positions, is no limit."""
-    return config.pre_tokens < config.max_position_embeddings - 1 and config.pre_tokens != ModelConfig.pre_tokens
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -221,7 +215,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     if family.model_type == "llama":
         tree |= {"attention_bias": config.linear_bias, "mlp_bias": config.linear_bias}
     if family.has_window:
-        tree["sliding_window"] = config.pre_tokens + 1 if _has_window(config) else None
+        tree["sliding_window"] = config.pre_tokens + 1 if config.has_window else None
     if family.experts:
         tree |= {theirs: getattr(config, ours) for ours, (theirs, _) in family.experts.sizes.items()}
     if family.model_type == "mixtral":

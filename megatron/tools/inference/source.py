@@ -144,6 +144,7 @@ def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
         padded_vocab_size=-(-config.vocab_size // size) * size,
         dtype=dtype,
         fused_kernels="torch",
+        pre_tokens=config.pre_tokens if config.has_window else max(config.pre_tokens, config.max_position_embeddings),
         compile=False,  # it would recompile for each length of a prompt
         fp8_format="none",  # a prompt has too few tokens to gain from it
         bias_gelu_fusion=False,

@@ -40,6 +40,12 @@ def test_no_token_is_dropped_in_inference() -> None:
     assert config_on(model, 1, "fp32").moe_expert_capacity_factor == 0
 
 
+def test_the_default_window_limits_no_prompt() -> None:
+    for given, used in ((65536, 131072), (8, 8), (200000, 200000)):
+        model = ModelConfig(max_position_embeddings=131072, pre_tokens=given)
+        assert config_on(model, 1, "fp32").pre_tokens == used
+
+
 def weights_agree(paths: dict[str, Path]) -> list[str]:
     """The kinds whose model computes what that of the folder does; on one rank."""
     import torch
