@@ -3,11 +3,12 @@
 import itertools
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from megatron.cli import parse_run
+from megatron.cli.provided import Provided
 from megatron.common.errors import counted
 from megatron.common.units import duration, prefix_of, with_prefix
 from megatron.config import RunConfig
@@ -71,22 +72,16 @@ def script(candidate: Candidate) -> str:
 
     With --explain or --dry-run it needs no launcher, hosts, devices or data.
     """
-    program, devices, accelerator = (
-        candidate.request.program,
-        candidate.request.devices,
-        candidate.request.machine.device.accelerator,
-    )
-    several = devices > candidate.request.machine.per_node
+    request, devices = candidate.request, candidate.request.devices
+    program, accelerator = request.program, request.machine.device.accelerator
+    several = devices > request.machine.per_node
     hosts = f'--hostfile "$here/{HOSTFILE}"' if several else f"--num_gpus {devices}"
     of_hosts = f' --deepspeed_hostfile "$here/{HOSTFILE}"' if several else ""
     data = {name: value for name, value in candidate.given.items() if name in _DATA_FLAGS}
     flags = "".join(
         f" \\\n    {shlex.join(value.arguments)}" for name, value in candidate.given.items() if name not in data
     )
-    index = f"{data['data_path'].arguments[-1]}.idx" if "data_path" in data else "."
-    tokenizer = [data[name].arguments[-1] for name in ("vocab_file", "tokenizer_model") if name in data]
-    images = candidate.request.architecture.reads_images
-    instead = f"--data-path {shlex.quote(index[:-4])} --tokenizer-type NullTokenizer" if images else "--mock-data"
+    needed, instead = _needed_data(data, request)
     return f"""\
 #!/usr/bin/env bash
 # Start it in the folder of {program}. Its arguments go to the program, and the last value of a flag counts.
@@ -108,10 +103,10 @@ for argument in "$@"; do
     if [[ $argument = --explain || $argument = --dry[-_]run ]]; then
         start=(env DS_ACCELERATOR={accelerator} python)
         set -- --world-size {devices} "$@"
-        for file in {shlex.join([index, *tokenizer])}; do
+        for file in {shlex.join(needed)}; do
             [ -e "$file" ] && continue
             echo "{SCRIPT}: there is no $file yet: $argument with {instead}" >&2
-            data=({instead} --vocab-size {candidate.request.vocab_size})
+            data=({instead} --vocab-size {request.vocab_size})
             break
         done
         break
@@ -120,6 +115,14 @@ done
 "${{start[@]}}" {program} "${{data[@]}}"{flags} \\
     --deepspeed_config "$here/{JSON_FILE}" "$@"
 """
+
+
+def _needed_data(data: Mapping[str, Provided], request: Request) -> tuple[list[str], str]:
+    """The files of data set and tokenizer that a run needs, and flags with which --explain and --dry-run need none."""
+    index = f"{data['data_path'].arguments[-1]}.idx" if "data_path" in data else "."
+    tokenizer = [data[name].arguments[-1] for name in ("vocab_file", "tokenizer_model") if name in data]
+    unread = f"--data-path {shlex.quote(index[:-4])} --tokenizer-type NullTokenizer"
+    return [index, *tokenizer], unread if request.architecture.reads_images else "--mock-data"
 
 
 def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:
