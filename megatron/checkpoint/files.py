@@ -326,7 +326,8 @@ def folder_problem(named: str, folder: Path) -> str | None:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
         return f"{named} {existing} is not a folder; name another folder, or move it away"
-    if os.path.realpath(existing).split(os.sep)[1] in _NO_DISKS:
+    place = os.path.realpath(existing)
+    if place == "/dev" or place.split(os.sep)[1] in _NO_DISKS:  # below it /dev has disks in memory
         return f"{named} {existing} is of the system, and holds no files of users; name another folder"
     if (existing / MANIFEST).exists():
         return f"{named} {existing} is a checkpoint, and is refused with other files in it; name another"
