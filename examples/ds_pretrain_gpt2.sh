@@ -41,6 +41,7 @@ PROFILE_BACKWARD=${PROFILE_BACKWARD:-0}
 
 check_numbers 1 GPUS TP MASTER_PORT ${NODES:+NODES}
 check_numbers 0 PP ZERO_STAGE
+if [ -n "$NODES" ] && [ -z "$HOSTFILE" ]; then fail "NODES requires HOSTFILE, which lists the hosts"; fi
 switch "$CONTIGUOUS_GRADIENTS" --zero-contiguous-gradients --no-zero-contiguous-gradients
 switch "$REDUCE_SCATTER" --zero-reduce-scatter --no-zero-reduce-scatter
 switch "$CPU_OPTIMIZER" --cpu-optimizer

@@ -31,6 +31,10 @@ MASTER_PORT=${MASTER_PORT:-29500}
 check_numbers 1 TP MASTER_PORT ${SSH_PORT:+SSH_PORT}
 check_numbers 0 PP ZERO_STAGE ${NODE_RANK:+NODE_RANK}
 [ -f "$HOSTFILE" ] || fail "$HOSTFILE: no such hostfile: copy hostfile.example and list your hosts in it"
+case $LAUNCHER in
+    pdsh | openmpi | mpich | impi | slurm | mvapich) ;;
+    *) fail "LAUNCHER=$LAUNCHER: give pdsh, openmpi or mpich" ;;
+esac
 if [ "$LAUNCHER" != pdsh ] && [ -n "$INCLUDE$SSH_PORT" ]; then
     fail "INCLUDE and SSH_PORT require LAUNCHER=pdsh: use a hostfile, and set the port in ~/.ssh/config"
 fi
@@ -40,6 +44,8 @@ fi
 if [ -n "$NODE_RANK" ] && [ -z "$MASTER_ADDR" ]; then
     fail "NODE_RANK requires MASTER_ADDR: the address of the first host of $HOSTFILE"
 fi
+LAST=$(($(grep -c '^[[:space:]]*[^#[:space:]]' "$HOSTFILE") - 1))
+((NODE_RANK <= LAST)) || fail "NODE_RANK is $NODE_RANK: give this host's number in $HOSTFILE, from 0 to $LAST"
 
 HOSTS=(--log_level warning --hostfile "$HOSTFILE" --master_port "$MASTER_PORT")
 if [ -n "$MASTER_ADDR" ]; then HOSTS+=(--master_addr "$MASTER_ADDR"); fi

@@ -48,6 +48,7 @@ PARTITION_ACTIVATIONS=${PARTITION_ACTIVATIONS:-0}
 source "$(dirname "$0")/../tools/dry_run.sh"
 check_numbers 1 GPUS NODES TP MASTER_PORT
 check_numbers 0 NODE_RANK PP ZERO_STAGE
+((NODE_RANK < NODES)) || fail "NODE_RANK is $NODE_RANK: give this host's number, from 0 to $((NODES - 1))"
 SWITCHES=()
 switch "$CHECKPOINT_ACTIVATIONS" --checkpoint-activations
 switch "$PARTITION_ACTIVATIONS" --partition-activations

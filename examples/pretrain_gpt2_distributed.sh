@@ -28,6 +28,7 @@ CHECKPOINT_ACTIVATIONS=${CHECKPOINT_ACTIVATIONS:-1}
 PARTITION_ACTIVATIONS=${PARTITION_ACTIVATIONS:-0}
 check_numbers 1 GPUS NODES TP MASTER_PORT
 check_numbers 0 NODE_RANK PP ZERO_STAGE
+((NODE_RANK < NODES)) || fail "NODE_RANK is $NODE_RANK: give this host's number, from 0 to $((NODES - 1))"
 switch "$CHECKPOINT_ACTIVATIONS" --checkpoint-activations
 switch "$PARTITION_ACTIVATIONS" --partition-activations
 

@@ -99,7 +99,7 @@ def variables_of(script: str) -> dict[str, str]:
 
 REQUIRED = {
     "NODES": {"HOSTFILE": "hostfile.example"},
-    "NODE_RANK": {"MASTER_ADDR": "worker-1"},
+    "NODE_RANK": {"MASTER_ADDR": "worker-1", "NODES": "2"},
     "INTERFACE": {"LAUNCHER": "openmpi"},
 }
 """Variables that another variable requires."""
@@ -114,7 +114,8 @@ def test_every_variable_changes_the_command(script, tmp_path) -> None:
     plain, unused = command_of(script), []
     for variable, default in variables.items():
         value = {"0": "1", "1": "0"}.get(default, "77")
-        value = {"HOSTFILE": str(tmp_path / "hostfile"), "TP": "3", "NODES": "3"}.get(variable, value)
+        others = {"TP": "3", "NODES": "3", "NODE_RANK": "1", "LAUNCHER": "mpich"}
+        value = {"HOSTFILE": str(tmp_path / "hostfile"), **others}.get(variable, value)
         required = REQUIRED.get(variable, {})
         expected = command_of(script, **required) if required else plain
         unused += [variable] if command_of(script, **required, **{variable: value}) == expected else []
@@ -129,6 +130,8 @@ def test_every_variable_changes_the_command(script, tmp_path) -> None:
         ({"SSH_PORT": "2222", "LAUNCHER": "openmpi"}, "INCLUDE and SSH_PORT require LAUNCHER=pdsh"),
         ({"INTERFACE": "eth1"}, "INTERFACE requires LAUNCHER=openmpi"),
         ({"NODE_RANK": "1"}, "NODE_RANK requires MASTER_ADDR"),
+        ({"NODE_RANK": "9", "MASTER_ADDR": "worker-1"}, "NODE_RANK is 9: give this host's number in"),
+        ({"LAUNCHER": "ssh"}, "LAUNCHER=ssh: give pdsh, openmpi or mpich"),
     ],
 )
 def test_variables_for_hosts_that_contradict_each_other(variables, words) -> None:
@@ -149,6 +152,9 @@ def test_variables_for_hosts_that_contradict_each_other(variables, words) -> Non
         ("../recipes/gpt-125m.sh", "GPUS", "x"),
         (PLAIN, "GPUS", "08"),
         (PLAIN, "NODES", "-1"),
+        (PLAIN, "NODES", "2"),  # without a hostfile
+        (TORCHRUN, "NODE_RANK", "1"),
+        (BERT_SCRIPT, "NODE_RANK", "1"),
         (MULTINODE, "TP", "1.5"),
         (BERT_SCRIPT, "GPUS", "0"),
         ("quickstart.sh", "TP", "abc"),
