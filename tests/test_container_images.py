@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.pages import commands_in_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
@@ -37,6 +38,19 @@ def test_an_image_is_made_of_pinned_parts_for_an_ordinary_user(name) -> None:
     assert entrypoint == ["bash", "/opt/megatron-deepspeed/docker/entrypoint.sh"]
     assert "docker/entrypoint.sh" in sources and any(step[0] == "HEALTHCHECK" for step in steps)
     assert "/etc/ssh/ssh_host_*" in text, "host keys are made at the first start, none is part of the image"
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_has_what_the_readme_runs(name: str) -> None:
+    """All but the tests."""
+    instructions = (ROOT / "docker" / name).read_text()
+    copied = {path for line in re.findall(r"^COPY (.+) \S+$", instructions, re.MULTILINE) for path in line.split()}
+    used = {
+        word for command in commands_in_blocks(ROOT / "README.md") for word in command.words if (ROOT / word).is_file()
+    }
+    assert len(used) > 5
+    missing = [path for path in used if not copied & {path, path.split("/")[0]}]
+    assert missing == ["run_tests.sh"]
 
 
 def test_hadolint_passes() -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from support.command_lines import CPU, CUDA
-from support.pages import commands_in_blocks
 from support.programs import BIN, Programs, read_metrics
 
 from megatron.cli import parse_run
@@ -185,19 +184,6 @@ def test_shellcheck_passes() -> None:
     words = [str(BIN / "shellcheck"), "--external-sources", *scripts]
     finished = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout
-
-
-@pytest.mark.parametrize("image", ["Dockerfile", "Dockerfile.cpu"])
-def test_an_image_has_what_the_readme_runs(image: str) -> None:
-    """All but the tests."""
-    instructions = (ROOT / "docker" / image).read_text()
-    copied = {path for line in re.findall(r"^COPY (.+) \S+$", instructions, re.MULTILINE) for path in line.split()}
-    used = {
-        word for command in commands_in_blocks(ROOT / "README.md") for word in command.words if (ROOT / word).is_file()
-    }
-    assert len(used) > 5
-    missing = [path for path in used if not copied & {path, path.split("/")[0]}]
-    assert missing == ["run_tests.sh"]
 
 
 def test_the_context_is_extended_by_yarn() -> None:
