@@ -353,7 +353,7 @@ def _scale_after(scaler: DynamicLossScaler, overflows: bool) -> float:
 def takes_scale(optimizer: Any) -> bool:
     """Whether ``optimizer`` divides gradients by its ``grad_scale``, and skips steps on the device.
 
-    Fused optimizers of torch do, and Muon.
+    Fused optimizers of torch do, Muon and Lion.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 

@@ -1,4 +1,4 @@
-"""Builds DeepSpeed's compiled extensions for offload, once per host; also checks of the device.
+"""Builds DeepSpeed's compiled extensions, once per host; also checks of the device.
 
 Torch guards a build with a lock file. A killed build leaves it behind, and later starts wait for it silently. Here a
 file lock of the kernel, which its owner's death releases, surrounds the build: a lock file that exists under it was
@@ -21,13 +21,14 @@ from megatron.engines import deepspeed_silenced
 from megatron.ops.attention import device_facts
 from megatron.ops.choices import why_no_fp8
 from megatron.ops.fp8 import can_multiply
+from megatron.ops.norm import uses_apex
 
 _STALE_SECONDS = 3.0
 """Age from which on torch's lock file is stale."""
 
 
 def build_extensions(run: RunConfig) -> None:
-    """Build the extensions that ``run`` needs, unless they are already built; only offload needs some.
+    """Build the extensions that ``run`` needs, unless they are already built: for offload, and DeepSpeed's optimizers.
 
     Raises ResourceError if a compiler, or a library that the run requires, is missing, or the folder cannot be written.
     """
@@ -36,16 +37,24 @@ def build_extensions(run: RunConfig) -> None:
         raise ResourceError(
             "offload to nvme needs libaio, which is not found: install libaio-dev (libaio-devel), or offload to cpu"
         )
-    names = []
-    is_adam = run.ds_config["optimizer"]["type"] in ("Adam", "AdamW")
-    if is_adam and run.zero.offloads_optimizer and not run.zero.cpu_torch_adam:
-        names.append("CPUAdamBuilder")
-    if run.zero.uses_nvme:
-        names += ["PinMemoryBuilder", "AsyncIOBuilder"]
-    for name in names:
+    names = ["PinMemoryBuilder", "AsyncIOBuilder"] if run.zero.uses_nvme else []
+    for name in _optimizer_builders(run) + names:
         builder = create(name)
         if builder is not None and builder.is_compatible(verbose=False):
             _build(builder)
+
+
+def _optimizer_builders(run: RunConfig) -> list[str]:
+    """The extension of DeepSpeed's optimizer, if ``run`` uses one that is compiled."""
+    optimizer, offloads = run.ds_config["optimizer"], run.zero.offloads_optimizer
+    kind = optimizer["type"].replace("AdamW", "Adam")
+    known = {"Adam": "CPUAdamBuilder", "Adagrad": "CPUAdagradBuilder"} if offloads else _ON_THE_DEVICE
+    is_of_torch = optimizer.get("params", {}).get("torch_adam", False)
+    is_of_apex = kind == "Adam" and not offloads and uses_apex(run.model.fused_kernels)
+    return [known[kind]] if kind in known and not (is_of_torch or is_of_apex) else []
+
+
+_ON_THE_DEVICE = {"Adam": "FusedAdamBuilder", "Lamb": "FusedLambBuilder"}
 
 
 def _build(builder) -> None:

@@ -51,7 +51,7 @@ def compiled(tmp_path: Path) -> list[str]:
     return sorted(record.read_text().split()) if record.exists() else []
 
 
-def test_nothing_is_compiled_without_offload(programs: Programs, tmp_path: Path) -> None:
+def test_nothing_is_compiled_without_need(programs: Programs, tmp_path: Path) -> None:
     """Also under DeepSpeed's launcher, which sets LOCAL_SIZE; DeepSpeed's collectives would need a compiler."""
     folder = tmp_path / "cache"
     programs.pretrain(1, *BRIEF, TORCH_EXTENSIONS_DIR=str(folder), CXX="false", LOCAL_SIZE="1").ok()
@@ -80,6 +80,14 @@ def test_lock_of_a_killed_build_is_ignored(programs: Programs, built: Path, tmp_
     ended = programs.pretrain(1, *OFFLOAD, TORCH_EXTENSIONS_DIR=str(folder.parent)).ok()
     assert f"> removing {folder}/lock, left by a build that was killed" in ended.output
     assert not (folder / "lock").exists()
+
+
+def test_an_optimizer_of_deepspeed_that_cannot_be_compiled(programs: Programs, tmp_path: Path) -> None:
+    """Is compiled before it is needed, as for offload."""
+    (tmp_path / "ds.json").write_text('{"optimizer": {"type": "AdamW", "params": {"torch_adam": false}}}')
+    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), "CXX": "false"}
+    ended = programs.pretrain(1, *BRIEF, "--deepspeed_config", tmp_path / "ds.json", **environ)
+    assert ended.returncode == 7 and "fused_adam cannot be compiled" in ended.output.splitlines()[-1]
 
 
 def test_each_environment_has_its_own_cache() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW
 
 from megatron.checkpoint.tracker import publish
+from megatron.engines.optimizers import Lion
 from megatron.engines.optimizers.muon import Matrix, Muon
 from megatron.engines.state import accept_any_adam
 from megatron.engines.zero import scale_and_skip, takes_scale
@@ -133,6 +134,7 @@ def test_a_step_of_muon_is_that_of_torch(shape, monkeypatch):
 STEPS = {
     "adam": lambda groups: AdamW(groups, fused=True),
     "adagrad": lambda groups: Adagrad(groups, fused=True),
+    "lion": Lion,
     "sgd": lambda groups: SGD(groups, momentum=0.9, fused=True),
     "muon": lambda groups: Muon(
         [{**groups[0], "orthogonalize": True}, groups[1]], [Matrix(*groups[0]["params"])], lr=0.1

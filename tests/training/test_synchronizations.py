@@ -58,8 +58,8 @@ RANKS = {
     "ZeRO 1, rowwise FP8, sums in fp32, documents by varlen, recomputed": Rank(
         f"{VARLEN} --checkpoint-activations --grad-accum-dtype fp32 {FP8}", 2, 1, {}
     ),
-    "ZeRO 1, documents in blocks, experts with a capacity": Rank(
-        f"--zero-stage 1 --reset-attention-mask {LONG} {EXPERTS} {CAPACITY}", 2, 1, {}
+    "ZeRO 1, documents in blocks, experts with a capacity, Lion": Rank(
+        f"--zero-stage 1 --reset-attention-mask {LONG} {EXPERTS} {CAPACITY} --optimizer lion", 2, 1, {}
     ),
     "ZeRO 2, TP 2, sequence parallel, FP8": Rank(
         "--zero-stage 2 --model-parallel-size 2 --sequence-parallel --fp8-format hybrid --fp8-min-size 16", 4, 3, {}

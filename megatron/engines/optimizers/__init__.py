@@ -12,6 +12,7 @@ from megatron.config import ModelConfig, RunConfig
 from megatron.config.training import LR_MULTIPLIER
 from megatron.config.vision import PARTS
 from megatron.engines.optimizers.muon import Matrix, Muon
+from megatron.engines.optimizers.skipping import SkippingOptimizer
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import ArchitectureSpec, part_of
 from megatron.ops.norm import uses_apex
@@ -96,7 +97,7 @@ def _groups_by_shape(module: nn.Module) -> Groups:
 
 
 def client_optimizer(run: RunConfig, module: nn.Module, groups: Groups, layout: ParallelLayout) -> Optimizer | None:
-    """The optimizer of ``run`` if DeepSpeed has no suitable one: Muon, Lion on the CPU, apex's fused Adam.
+    """The optimizer of ``run`` if DeepSpeed has no suitable one: Muon, Lion, apex's fused Adam.
 
     None for other optimizers, which DeepSpeed creates from its config.
     """
@@ -104,15 +105,15 @@ def client_optimizer(run: RunConfig, module: nn.Module, groups: Groups, layout: 
     kind, params = optimizer.get("type"), optimizer.get("params", {})
     if kind == "Muon":
         return _muon(run, module, groups, layout, params)
-    if kind == "Lion" and (run.parallel.device == "cpu" or run.zero.offloads_optimizer):
+    if kind == "Lion":
         return Lion(groups, **params)
     if kind in ("Adam", "AdamW"):
         return _apex_adam(run, groups, kind, params)
     return None
 
 
-class Lion(Optimizer):
-    """Lion (arXiv 2302.06675) on any device. DeepSpeed's FusedLion needs CUDA; its CPU Lion wastes a second moment.
+class Lion(SkippingOptimizer):
+    """Lion (arXiv 2302.06675) on any device. DeepSpeed's FusedLion needs nvcc; its CPU Lion wastes a second moment.
 
     The state has the same names as in DeepSpeed: ``exp_avg``, the momentum, and ``step``, which is only a counter.
     """
@@ -126,17 +127,17 @@ class Lion(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update each parameter that has a gradient."""
         for group in self.param_groups:
-            beta1, beta2 = group["betas"]
+            (beta1, beta2), lr = group["betas"], self.unless_skipped(group["lr"], 0.0)
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                state, gradient = self.state[parameter], parameter.grad
+                state, gradient = self.state[parameter], self.scaled(parameter.grad)
                 if not state:
                     state |= {"step": 0, "exp_avg": torch.zeros_like(parameter)}
                 state["step"] += 1
                 update = state["exp_avg"].lerp(gradient, 1 - beta1).sign_()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
-                state["exp_avg"].lerp_(gradient, 1 - beta2)
+                parameter.mul_(1 - lr * group["weight_decay"]).sub_(update.mul_(lr))
+                state["exp_avg"].mul_(self.unless_skipped(beta2, 1.0)).add_(gradient, alpha=1 - beta2)
 
 
 def _muon(

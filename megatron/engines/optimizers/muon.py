@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
+
+from megatron.engines.optimizers.skipping import SkippingOptimizer
 
 COEFFICIENTS = {
     "simple": ((3.4445, -4.7750, 2.0315),),
@@ -87,17 +88,12 @@ class Part(NamedTuple):
     length: int = 0
 
 
-class Muon(Optimizer):
+class Muon(SkippingOptimizer):
     """Muon for groups with ``orthogonalize``, and AdamW for the others.
 
     The state of a tensor is ``momentum_buffer``, or AdamW's ``exp_avg``, ``exp_avg_sq`` and ``step``. ``step`` is a
-    collective call of all ranks of ``tensor_group`` and ``data_group``. As in torch's fused optimizers, it divides
-    gradients by ``grad_scale`` [], and changes nothing where ``found_inf`` [] is 1.
+    collective call of all ranks of ``tensor_group`` and ``data_group``.
     """
-
-    _step_supports_amp_scaling = True
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -163,17 +159,10 @@ class Muon(Optimizer):
         assert tensor.grad is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(tensor)
-        weight, gradient, buffer = (t.view(-1) for t in (tensor, tensor.grad, state["momentum_buffer"]))
-        lr = group["lr"]
-        if self.found_inf is None or self.grad_scale is None:
-            buffer.mul_(group["momentum"])
-        else:
-            skips = self.found_inf.bool()
-            lr = torch.where(skips, 0.0, lr)
-            gradient.div_(self.grad_scale).masked_fill_(skips, 0)
-            buffer.mul_(torch.where(skips, 1.0, group["momentum"]))
+        weight, gradient, buffer = (t.view(-1) for t in (tensor, self.scaled(tensor.grad), state["momentum_buffer"]))
+        lr = self.unless_skipped(group["lr"], 0.0)
         weight.mul_(1 - lr * group["weight_decay"])
-        buffer.add_(gradient)
+        buffer.mul_(self.unless_skipped(group["momentum"], 1.0)).add_(gradient)
         for part in self._parts[tensor]:
             span = slice(part.start, part.start + part.length)
             momentum = buffer[span]
