@@ -73,7 +73,7 @@ class Trainer:
         With ``--skip-train`` only evaluate, on the validation and the test split.
 
         Returns the exit code of the process: 0, or the exit code of an exit condition. Raises NumericsError if too
-        many consecutive iterations are bad.
+        many consecutive iterations are bad, or the last one, so that the run ends without its checkpoint.
         """
         for line in self.data.describe():
             self.log.info(line)
@@ -86,6 +86,11 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_run_end()
         self.log.close()
+        if self.run.checkpoint.save and not early_exit and not self.anomalies.weights_are_good:
+            raise NumericsError(
+                f"iteration {iteration}: the last step was bad, so no checkpoint was saved after it: lower --lr, check "
+                "the data, or go on to other samples with a larger --train-iters"
+            )
         return self.exit_conditions.exit_code
 
     def evaluates_after(self, iteration: int) -> bool:

@@ -55,6 +55,14 @@ def test_consecutive_bad_steps_end_the_run_with_their_origin(programs, tmp_path,
     assert (tmp_path / "ck" / "latest").read_text() == "global_step2"
 
 
+def test_a_run_that_cannot_save_its_last_step_has_failed(programs, tmp_path) -> None:
+    words = ("--train-iters", "3", "--save", tmp_path / "ck", "--save-interval", "2")
+    finished = programs.faulty(1, "gradient 0 3", *SETTINGS, *words)
+    assert finished.returncode == 5
+    assert "error: iteration 3: the last step was bad, so no checkpoint was saved" in finished.output.splitlines()[-1]
+    assert (tmp_path / "ck" / "latest").read_text() == "global_step2"
+
+
 def test_rewinding_restores_a_corrupted_weight(programs, tmp_path) -> None:
     words = "--train-iters 8 --max-consecutive-bad-steps 2 --rewind-on-spike --save-interval 2".split()
     finished = programs.faulty(
