@@ -12,10 +12,11 @@ from typing import Any
 from megatron.checkpoint.sample_history import Segment, extended, read_history
 from megatron.checkpoint.saved_layout import SavedLayout, layout_keys
 from megatron.common.errors import CheckpointError
-from megatron.common.reading import parse_json, type_problem
+from megatron.common.reading import type_problem
 from megatron.config import DataConfig, ModelConfig, RunConfig, TrainConfig, sections
 from megatron.config.fields import field_problems
 from megatron.config.positions import ROTATION
+from megatron.data.fingerprint import is_chat_template
 from megatron.model.architectures import GPT2
 from megatron.model.huggingface import model_title
 
@@ -88,15 +89,7 @@ def _contradictions(config: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield from (f"{name} is {model[name]}, and {GPT2.name} has no encoder" for name in names if model.get(name))
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
         yield from (f"{name} is 0, and {GPT2.name} has some" for name in sizes if model.get(name, 1) == 0)
-    try:
-        record: Any = parse_json(template) if template else {"chat_template": "", "special_tokens": {}}
-        source = record["chat_template"]
-        named = source if isinstance(source, list) else [{"template": source}]
-        texts = (*record["special_tokens"].values(), *(text for entry in named for text in entry.values()))
-        is_whole = all(isinstance(text, str | None) for text in texts)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        is_whole = False
-    if not is_whole:
+    if template and not is_chat_template(template):
         yield "chat_template is not as it was saved"
 
 

@@ -130,6 +130,8 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._in_flight: _Save | None = None
         self._failure: UserError | None = None
+        self.newest_is_own = True
+        """Whether the newest checkpoint in the folder, if there is one, is of the run that goes on."""
         engine.checkpoint_engine = self._files
         if run.checkpoint.save:
             on_rank_0(disk_errors(self._folder, "ds_config.json", 0)(self._prepare))
@@ -267,7 +269,7 @@ class Checkpointer:
             tracker.commit_tag(folder, save.iteration, records, self._run.checkpoint)
 
         gathered_on_rank_0(written, commit)
-        self._failure = None
+        self._failure, self.newest_is_own = None, True
         self._log(f"  saved {folder / tracker.tag_name(save.iteration)}")
 
     def _guarded(self, iteration: int, step: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ value is parsed, not YAML's rules: ``1e-4`` is a number if the flag takes one, `
 
 import re
 from typing import NoReturn
+from unicodedata import category
 
 import yaml
 
@@ -83,7 +84,7 @@ def _scalar(path: str, name: str, node: yaml.ScalarNode) -> bool | str:
     value = _CONSTANTS.get(node.value.lower(), node.value) if node.style is None else node.value
     if value is None:
         _refuse(path, node.start_mark, f"{name} has no value: write one, or remove the line")
-    if isinstance(value, str) and not value.isprintable():
+    if isinstance(value, str) and not all(char.isprintable() or category(char) == "Zs" for char in value):
         _refuse(path, node.start_mark, f"{name}: {value!r} has a character that is not printable: remove it")
     return value
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.common.files import replace_file
-from megatron.common.reading import parse_json, read_bytes, regular
+from megatron.common.reading import LARGEST_SETTINGS, parse_json, read_bytes, regular
 from megatron.common.tokenizer_files import PUBLISHED
 from megatron.data.map_cache import CHECKED_ONCE, cached_numbers, from_random_start
 from megatron.data.map_cache import digest as hash_of
@@ -99,10 +99,30 @@ def chat_template_file(prefix: str) -> Path:
 
 
 def common_chat_template(prefixes: Sequence[str]) -> str:
-    """The chat template of the data sets; empty if they have none, or different ones."""
-    files = [path for prefix in prefixes if (path := chat_template_file(prefix)).is_file()]
-    contents = {read_bytes(path) for path in files}
+    """The chat template of the data sets; empty if they have none, or different ones. Raises DataError if damaged."""
+    contents = set()
+    for path in map(chat_template_file, prefixes):
+        if not path.exists():
+            continue
+        try:
+            contents.add(content := read_bytes(path, largest=LARGEST_SETTINGS))
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from None
+        if not is_chat_template(content):
+            raise DataError(f"{path}: not the chat template of a data set: make the data set again")
     return contents.pop().decode() if len(contents) == 1 else ""
+
+
+def is_chat_template(record: str | bytes) -> bool:
+    """Whether ``record`` is a template, or several by name, with its special tokens, as a data set stores it."""
+    try:
+        content: Any = parse_json(record)
+        source = content["chat_template"]
+        named = source if isinstance(source, list) else [{"template": source}]
+        texts = (*content["special_tokens"].values(), *(text for entry in named for text in entry.values()))
+        return all(isinstance(text, str | None) for text in texts)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return False
 
 
 def write_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:

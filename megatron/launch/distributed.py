@@ -47,14 +47,15 @@ _EXIT_TIMEOUT = timedelta(seconds=60)
 
 @contextmanager
 def distributed(
-    parallel: ParallelConfig, *, settings: Mapping[str, Any] | None = None, verbose: bool = False
+    parallel: ParallelConfig, *, same: Mapping[str, Any] | None = None, verbose: bool = False
 ) -> Iterator[ParallelLayout]:
     """Join the process group on entry and destroy it on exit, unless this process has joined one already.
 
-    Without ``destroy_process_group`` gloo sometimes aborts at the end of the process.
+    Without ``destroy_process_group`` gloo sometimes aborts at the end of the process. ``same`` has what must be the
+    same on all ranks, by the names for messages.
 
     Raises ConfigError if the environment does not set this process's rank, it or MPI has another number of ranks than
-    ``parallel``, or ``settings`` differ from rank 0; LaunchError as ``rendezvous_barrier`` does.
+    ``parallel``, or a value of ``same`` differs from rank 0; LaunchError as ``rendezvous_barrier`` does.
     """
     _check_ranks(parallel)
     silence_known_warnings()
@@ -71,7 +72,7 @@ def distributed(
             )
     store = rendezvous_barrier(os.environ, timeout) if joins else None
     if store is not None:
-        _compare_settings(settings or {}, store, os.environ)
+        _compare(same or {}, store, os.environ)
     backend = parallel.distributed_backend or _default_backend()
     if backend == "nccl":
         prepare_nccl(os.environ, parallel)
@@ -209,9 +210,9 @@ def _without_rank_0(text: str, environ: Mapping[str, str]) -> LaunchError:
     return error
 
 
-def _compare_settings(settings: Mapping[str, Any], store: TCPStore, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if numbers or booleans in ``settings`` differ from rank 0. Strings may differ."""
-    own = {name: repr(value) for name, value in settings.items() if isinstance(value, bool | int | float)}
+def _compare(same: Mapping[str, Any], store: TCPStore, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if a value of ``same`` differs from rank 0."""
+    own = {name: str(value) for name, value in same.items()}
     if rank(environ) == 0:
         store.set("settings", json.dumps(own))
         return
@@ -219,8 +220,8 @@ def _compare_settings(settings: Mapping[str, Any], store: TCPStore, environ: Map
     for name in sorted(own.keys() | first.keys()):
         if own.get(name) != first.get(name):
             error = ConfigError(
-                f"--{name} is {own.get(name, 'not given')} here, and {first.get(name, 'not given')} on rank 0: start "
-                "all ranks with the same arguments"
+                f"{name} is {own.get(name, 'not given')} here, and {first.get(name, 'not given')} on rank 0: start "
+                "all ranks with the same arguments and files"
             )
             error.only_here = True
             raise error

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -61,13 +62,20 @@ def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator
     record_into(os.environ, Path(run.checkpoint.save or "."))
     progress = ProgressState()
     with (
-        distributed(run.parallel, settings=run.settings, verbose=run.logging.verbose) as layout,
+        distributed(run.parallel, same=_same_on_all_ranks(run), verbose=run.logging.verbose) as layout,
         rank_failure_monitor(progress),
         hang_watchdog(run, layout, progress),
         out_of_memory_reported(run, layout, progress, callbacks),
     ):
         model_parallel_manual_seed(run.train.seed, layout)
         yield layout, progress
+
+
+def _same_on_all_ranks(run: RunConfig) -> dict[str, Any]:
+    """Numbers and switches of the command line, and the hashes of files, which may have other paths on other hosts."""
+    numbers = {f"--{name}": value for name, value in run.settings.items() if isinstance(value, bool | int | float)}
+    hashes = {"the hash of the data": run.data.data_hash, "the hash of the tokenizer": run.data.tokenizer_hash}
+    return numbers | hashes
 
 
 def is_finished(saved: SavedRun, run: RunConfig, *, length_flag: str, evaluation_flag: str) -> bool:
@@ -124,6 +132,7 @@ def start_engine(
         engine = build_engine(run, layout, annealing_lr(run))
         history = saved.history if saved and not run.checkpoint.finetune else ()
         checkpointer = Checkpointer(engine, run, log.info, history, lock, settings=settings)
+        checkpointer.newest_is_own = not replaces_others(run, saved)
         loaded = load_checkpoint(engine, run, layout, saved) if saved else load_weights(engine)
     _log_start(run, layout, engine, saved, loaded, log)
     return engine, checkpointer, loaded

@@ -246,7 +246,7 @@ class Trainer:
         if folder and self.run.train.rewind_on_spike and (result.is_spike or result.limit_reached):
             with self.log.paused():
                 self.checkpointer.finish()
-                if holds_checkpoint(Path(folder)):
+                if self.checkpointer.newest_is_own and holds_checkpoint(Path(folder)):
                     return self._rewind(range(result.first_iteration, iteration + 1))
         if result.limit_reached:
             raise NumericsError(

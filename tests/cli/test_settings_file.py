@@ -86,6 +86,7 @@ save: 'on'
     small = "\n".join(line for line in LINES.splitlines() if not line.startswith(("lr:", "data-path:")))
     words = " ".join(latest(f"{SMALL} {flags} --save on --data-path 0.3 no 0.7 null".split()))
     assert run_of(small + file) == parse_run(words.split(), {**CPU, "WORLD_SIZE": "1"})
+    assert run_of(f"{LINES}\nsave: a\u3000\xa0b").checkpoint.save == "a\u3000\xa0b"
 
 
 def test_the_command_line_wins(run_of, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from megatron.checkpoint.run_file import _contradictions
 from megatron.common.errors import ConfigError, DataError
 from megatron.config.data import loss_mask_prefix
-from megatron.data.fingerprint import chat_template_file
+from megatron.data.fingerprint import chat_template_file, common_chat_template
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import build_tokenizer
 from megatron.tools.chat import sandbox
@@ -97,6 +97,7 @@ def said(content: object, role: str = "user", **more: object) -> list[dict]:
         (said("a", weight=0), "message 1 has a weight other than 1"),
         (said("</s>"), "message 1 contains '</s>', which only the chat template may write"),
         (said("a", name="</s>"), "message 1 contains '</s>'"),
+        (said([{"type": "text", "text": part} for part in ("a</", "s>")]), "message 1 contains '</s>'"),
         (said("a\ufdd0b\ufdd1"), r"message 1 contains '\\ufdd0'"),
         (said(None, "assistant"), "the content of message 1 is null"),
         (said({"text": "a"}), 'the content of message 1 is {"text": "a"}: it must be text'),
@@ -244,9 +245,13 @@ def test_a_template_with_half_of_a_surrogate_pair_is_kept(tmp_path: Path) -> Non
     source = f"{WORD_TEMPLATE}{{# \ud800 é #}}"  # JSON may have it, and UTF-8 has not
     job = job_of(tmp_path, {"messages": MESSAGES[1:3]}, "messages", source)
     assert len(written(job)) == 2
-    record = chat_template_file(job.prefixes[TOKENS]).read_text()
+    record = common_chat_template([job.prefixes[TOKENS]])
     keep_chat_template(tmp_path, {"config": {"data": {"chat_template": record}}})
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"] == source
+    for damaged in (b"[]", b"\xff", b'{"chat_template": 1, "special_tokens": {}}'):
+        (file := chat_template_file(job.prefixes[TOKENS])).write_bytes(damaged)
+        with pytest.raises(DataError, match=f"{file}: not the chat template of a data set"):
+            common_chat_template([job.prefixes[TOKENS]])
 
 
 def test_a_job_that_is_terminated_leaves_no_files(tmp_path: Path) -> None:

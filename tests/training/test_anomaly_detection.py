@@ -71,6 +71,8 @@ def test_rewinding_restores_a_corrupted_weight(programs, tmp_path) -> None:
     assert f"rewinding to {tmp_path / 'ck' / 'global_step2'}, skipping samples 24 to 39" in finished.output
     lines = read_metrics(tmp_path / "metrics")
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8]
+    other = programs.faulty(1, "weights 0 2 1", *SETTINGS, *words, "--save", tmp_path / "ck")  # not from those
+    assert other.returncode == 5 and "rewinding to" not in other.output
 
 
 def test_rewinding_has_a_limit(programs, tmp_path) -> None:

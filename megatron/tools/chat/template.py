@@ -116,8 +116,9 @@ class ChatTemplate:
                 raise DataError(f"message {number} has a weight other than 1: remove it, or the message")
             if message.get("tool_calls") and "tool_calls" not in self.source:
                 raise DataError(f"message {number} has tool_calls, which the chat template does not write: use another")
-            checked.append({**message, "content": _content(number, message)})
-            self._check_strings(f"message {number}", message)
+            content = _content(number, message)
+            checked.append({**message, "content": content})
+            self._check_strings(f"message {number}", [message, content])  # also a token over two parts
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
             raise DataError("tools must be a list of objects")
         if tools and "tools" not in self.source:
