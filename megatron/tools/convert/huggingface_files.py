@@ -192,6 +192,8 @@ CARRIED = (
     SENTENCEPIECE_MODEL,
     GENERATION,
     CHAT_TEMPLATE,
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 """Files of a Hugging Face folder that from-hf and to-hf copy."""
 

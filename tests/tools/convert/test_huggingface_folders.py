@@ -37,8 +37,16 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 90,
     "max_position_embeddings": 64, "num_key_value_heads": 2, "eos_token_id": [4, 5], "pad_token_id": 3,
 }  # fmt: skip
-OTHER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
-               "generation_config.json", "chat_template.jinja")  # fmt: skip
+OTHER_FILES = (
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "tokenizer.model",
+        "generation_config.json",
+    ),
+    *("chat_template.jinja", "preprocessor_config.json", "processor_config.json"),
+)
 
 
 def make_folder(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **settings: object) -> Path:
