@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 _REPLACED = {
     "--checkpoint-activations": "activations-checkpoint-method=uniform",
-    "--normalization LayerNorm": "normalization=layernorm",
-    "--normalization RMSNorm": "normalization=rmsnorm",
 }
 """Replacement to the classic flag that it replaces."""
 

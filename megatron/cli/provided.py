@@ -42,12 +42,16 @@ def value_type(field: Field) -> Any:
 
 
 def read_value(field: Field | None, text: str | list[str]) -> Any:
-    """Parse ``text`` for ``field``, or for a flag that is not a field (None). Raises ValueError if it is invalid."""
+    """Parse ``text`` for ``field``, or for a flag that is not a field (None). Raises ValueError if it is invalid.
+
+    A choice may be written with other capitals, as in other programs.
+    """
     if field is None:
         return _text(str(text))
     if isinstance(text, list):
         return tuple(map(_READERS[value_type(field)], text))
     choices = tuple(PRESETS) if field.name == "model_preset" else flag_of(field).choices
+    text = next((choice for choice in choices or () if choice.casefold() == text.casefold()), text)
     if choices and text not in choices:
         raise ValueError(did_you_mean(text, choices, otherwise=f"choose from {', '.join(choices)}"))
     reader = _layer_freq if field.name == "moe_layer_freq" else _READERS[value_type(field)]

@@ -198,6 +198,7 @@ class TrainConfig:
         False,
         "After a loss spike or bad steps, go back to the newest checkpoint, and skip the data.",
         needs="save_interval",
+        excludes=dict.fromkeys(("no_save_optim", "no_save_rng"), "the run continues from its own checkpoints"),
     )
     spike_factor: float = flag(
         2.0, "A loss of this many times the mean of the last 20 is a spike.", within="(1, inf)", needs="rewind_on_spike"

@@ -75,6 +75,7 @@ def read_command(command: str) -> ParsedRun:
         ("--bf16 --accumulate-allreduce-grads-in-fp32", "--bf16 --grad-accum-dtype fp32"),
         ("--pre-tockens 8 --next-tockens 0", "--pre-tokens 8"),
         ("--window-size 8,0", "--pre-tokens 8"),
+        ("--normalization rmsnorm --lr-decay-style Linear", "--normalization RMSNorm --lr-decay-style linear"),
         ("--norm-epsilon 1e-6 --no-bias-gelu-fusion --no-gradient-accumulation-fusion", "--layernorm-epsilon 1e-6"),
         ("--deepspeed --deepscale --exit-signal-handler --dataloader-type single --num-experts 1", ""),
     ],

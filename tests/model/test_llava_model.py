@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import their_weights
+from megatron.common.errors import ConfigError
 from megatron.engines.build import freeze
 from megatron.engines.containers import run_in_order
 from megatron.engines.optimizers import weight_decay_groups
@@ -85,6 +86,8 @@ def test_an_encoder_and_a_language_model_are_joined(tmp_path: Path):
     expected = tower | {f"language_model.{name}": one for name, one in language.state_dict().items()}
     assert all(weights[name][: len(one)].equal(one) for name, one in expected.items())
     assert len(weights) == len(expected) + 4 and model.config.vocab_size == 128
+    with pytest.raises(ConfigError, match="--image-token-id 128 is far beyond the 64 tokens"):
+        joined_llava(tmp_path / "encoder", tmp_path / "language", 128, -2, seed=1)
     assert weights["multi_modal_projector.linear_1.weight"].std() == pytest.approx(0.2, rel=0.1)
 
 

@@ -25,6 +25,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 """Roles of messages. Others must be named in the chat template."""
 
 
+_LONGEST = 1 << 20
+"""Maximum characters of a template."""
 TOOL_USE = "tool_use"
 """Name of the template for conversations with tools, beside one without."""
 
@@ -60,6 +62,8 @@ class ChatTemplate:
         reserved: Iterable[str] = (),
         others: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        if len(source) > _LONGEST:
+            raise ConfigError(f"the chat template has {len(source):,} characters: {_LONGEST:,} are read")
         self.source, self.special, self.others = source, dict(special), dict(others)
         self._own_roles = frozenset(name for pair in re.findall(r"'(\w+)'|\"(\w+)\"", source) for name in pair if name)
         names = sorted(filter(None, reserved), key=len, reverse=True)

@@ -29,7 +29,8 @@ def joined_llava(encoder: Path, language: Path, image_token: int, feature_layer:
     """Build a LLaVA with the weights of both folders, and a projector initialized from ``seed``.
 
     If the vocabulary does not contain the placeholder ``image_token``, the embedding gets new rows with the mean of all
-    others. Raises CheckpointError unless the folders have a vision encoder and a model of the Llama family.
+    others. Raises CheckpointError unless the folders have a vision encoder and a model of the Llama family; ConfigError
+    for a placeholder far beyond the vocabulary.
     """
     text = read_huggingface(language).config
     try:
@@ -37,6 +38,11 @@ def joined_llava(encoder: Path, language: Path, image_token: int, feature_layer:
     except ConfigError as error:
         raise CheckpointError(f"{language}: it is not a model of the Llama family: {error.messages[0]}") from error
     config = replace(_with_encoder(text, encoder, feature_layer), image_token_id=image_token)
+    if image_token >= config.vocab_size + _MULTIPLE:
+        raise ConfigError(
+            f"--image-token-id {image_token} is far beyond the {config.vocab_size} tokens of {language}: the next "
+            f"free one is {config.vocab_size}"
+        )
     if image_token >= config.vocab_size:
         rows = -(-(image_token + 1) // _MULTIPLE) * _MULTIPLE
         config = replace(config, vocab_size=rows, padded_vocab_size=rows)
