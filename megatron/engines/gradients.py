@@ -81,6 +81,7 @@ class GradientBucket:
         self.sum_dtype = dtype if is_sharded else master.dtype
         self._arrived = 0
         self._kept: dict[int, Tensor] = {}
+        self._kept_elements = 0
         self._added = 0
         self._started: Reduction | None = None
         self._flat: Tensor | None = None
@@ -115,16 +116,18 @@ class GradientBucket:
         if number in self._kept:
             self._add_kept()
         self._kept[number] = parameter.grad.flatten()
+        self._kept_elements += parameter.numel()
         parameter.grad = None
         self._added += 1
         is_pass_complete = self._added % len(self.parameters) == 0
-        if is_pass_complete or sum(map(Tensor.numel, self._kept.values())) >= self._most_kept:
+        if is_pass_complete or self._kept_elements >= self._most_kept:
             self._add_kept()
 
     def _add_kept(self) -> None:
         if self._kept:
             torch._foreach_add_([self._views[number] for number in self._kept], [*self._kept.values()])
             self._kept.clear()
+            self._kept_elements = 0
 
     def has_all(self, passes: int) -> bool:
         """Count a gradient. Returns whether the bucket is complete, with one gradient per parameter and pass."""
