@@ -46,21 +46,18 @@ _IGNORED = {
     "attention is torch's fused kernel (FlashAttention on CUDA) unless another flag excludes it": (
         "use-flash-attn* attention-backend=flash attention-backend=fused attention-backend=auto *masked-softmax-fusion"
     ),
-    "the attention mask follows from --pre-tokens and --reset-attention-mask": (
-        "no-create-attention-mask-in-dataloader"
-    ),
+    "the mask follows from --pre-tokens and --reset-attention-mask": "no-create-attention-mask-in-dataloader",
     "kernels are chosen by --fused-kernels, --bias-gelu-fusion, --bias-dropout-fusion and --compile": (
         "transformer-impl=transformer_engine use-mcore-models use-legacy-models no-persist-layer-norm "
         "no-bias-swiglu-fusion no-rope-fusion disable-mem-efficient-ln use-te-activation-func "
-        "cross-entropy-loss-fusion cross-entropy-fusion-impl no-clone-scatter-output-in-embedding"
+        "cross-entropy-loss-fusion cross-entropy-fusion-impl no-clone-scatter-output-in-embedding "
+        "torch-adam ds-fused-adam moe-permute-fusion moe-router-fusion"
     ),
-    "AdamW is torch's or apex's by --fused-kernels": "torch-adam ds-fused-adam",
     "Muon's iterations are in bf16 with --bf16, otherwise in fp32": "muon-fp32-matmul-prec",
     "DeepSpeed reduces gradients, in buckets of --zero-reduce-bucket-size": (
         "DDP-impl=local DDP-impl=torch *contiguous-buffers-in-* ddp-* no-gradient-reduce-div-fusion no-align-* "
         "*delay-grad-reduce *delay-param-gather"
     ),
-    "tokens are arranged for the experts by torch's kernels": "moe-permute-fusion moe-router-fusion",
     "--zero-overlap-comm overlaps communication with computation": (
         "overlap-param-gather-with-optimizer-step overlap-cpu-optimizer-d2h-h2d"
     ),

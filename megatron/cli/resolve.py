@@ -12,7 +12,6 @@ from megatron.common.environment import expected_device, local_rank, world_size
 from megatron.common.errors import ConfigError, DataError
 from megatron.common.tokenizer_files import NULL_TOKENIZER, PUBLISHED, tokenizer_files, tokenizer_kind
 from megatron.config import (
-    ActivationConfig,
     DataConfig,
     ModelConfig,
     ParallelConfig,
@@ -42,7 +41,9 @@ def resolve_run(
     The vocabulary sizes and the DeepSpeed config are set later.
     """
     run = _with_provided(provided)
-    run = replace(run, activation=_activation(run.activation), data=_data(run.data, provided, architecture))
+    recomputed = run.activation.recompute_granularity or ("full" if run.activation.checkpoint_activations else None)
+    activation = replace(run.activation, recompute_granularity=recomputed, checkpoint_activations=bool(recomputed))
+    run = replace(run, activation=activation, data=_data(run.data, provided, architecture))
     run = replace(run, model=_model(run, architecture, provided), zero=_zero(run))
     if architecture.reads_images:
         run = replace(run, data=replace(run.data, image_format=tuple(run.model.image_format)))
@@ -180,12 +181,6 @@ def _both_stacks(run: RunConfig) -> ModelConfig:
         encoder_seq_length=run.data.seq_length,
         decoder_seq_length=run.data.decoder_seq_length,
     )
-
-
-def _activation(activation: ActivationConfig) -> ActivationConfig:
-    if activation.recompute_granularity:
-        return replace(activation, checkpoint_activations=True)
-    return replace(activation, recompute_granularity="full") if activation.checkpoint_activations else activation
 
 
 def _zero(run: RunConfig) -> ZeroConfig:

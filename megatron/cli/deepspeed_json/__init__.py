@@ -22,11 +22,6 @@ KeyPath = tuple[str | int, ...]
 ZERO, RECOMPUTE, PARAMS = "zero_optimization", "activation_checkpointing", ("optimizer", "params")
 
 
-def _even(size: float) -> int | None:
-    """The next even number, which DeepSpeed 0.19.8 asserts; None for 0."""
-    return 2 * math.ceil(size / 2) or None
-
-
 def _optimizer_flag(type_: str) -> str:
     """The value of --optimizer for an "optimizer.type": ``adam`` for both Adam and AdamW."""
     return type_.lower().replace("adamw", "adam")
@@ -96,7 +91,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("zero_reduce_scatter", (ZERO, "reduce_scatter")),
     Setting("zero_contiguous_gradients", (ZERO, "contiguous_gradients")),
     Setting("zero_reduce_bucket_size", (ZERO, "reduce_bucket_size"), float, lambda size: int(size) or None),
-    Setting("zero_allgather_bucket_size", (ZERO, "allgather_bucket_size"), float, _even),
+    # DeepSpeed 0.19.8 asserts an even number.
+    Setting(
+        "zero_allgather_bucket_size", (ZERO, "allgather_bucket_size"), float, lambda n: 2 * math.ceil(n / 2) or None
+    ),
     Setting("zero_overlap_comm", (ZERO, "overlap_comm")),
     Setting("zero_round_robin_gradients", (ZERO, "round_robin_gradients"), write=lambda on: on or None),
     *_offload_settings("offload_optimizer"),
