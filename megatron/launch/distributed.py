@@ -14,7 +14,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from megatron.common.environment import check_place, on_one_host, rank, world_size
 from megatron.common.errors import ConfigError, LaunchError, counted, first_line
@@ -80,7 +80,9 @@ def distributed(
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # before anything can begin to use the first GPU
     with deepspeed_silenced(verbose):
         try:
-            deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
+            deepspeed.init_distributed(
+                dist_backend=backend, timeout=timeout, verbose=verbose, init_method=f"{_SCHEME}://"
+            )
         except RuntimeError as error:
             if explanation(error) or not (isinstance(error, dist.DistError) or _BACKEND_ERROR.search(str(error))):
                 raise
@@ -95,6 +97,15 @@ def distributed(
     if store is not None:
         dist.destroy_process_group()
         leave_store(store, os.environ)
+
+
+def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """Torch's rendezvous through ``connect``: its own would see the addresses of ranks of earlier attempts."""
+    yield connect(os.environ, timeout), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+_SCHEME = "attempt"
+dist.register_rendezvous_handler(_SCHEME, _rendezvous)
 
 
 def _default_backend() -> str:
@@ -119,12 +130,13 @@ def _check_ranks(parallel: ParallelConfig) -> None:
         )
 
 
-def connect(environ: Mapping[str, str], timeout: timedelta, listener: socket | None = None) -> TCPStore:
+def connect(environ: Mapping[str, str], timeout: timedelta, listener: socket | None = None) -> Store:
     """A new connection to the rendezvous store, which is hosted by rank 0 or torchrun.
 
-    It also works while process groups hang. ``listener`` is the listening socket for rank 0's first connection.
+    It also works while process groups hang. ``listener`` is the listening socket for rank 0's first connection. The
+    store of torchrun outlives a restart: keys of earlier attempts are not seen.
     """
-    return TCPStore(
+    store = TCPStore(
         environ["MASTER_ADDR"],
         int(environ["MASTER_PORT"]),
         is_master=hosts_store(environ),
@@ -133,6 +145,7 @@ def connect(environ: Mapping[str, str], timeout: timedelta, listener: socket | N
         multi_tenant=True,
         master_listen_fd=None if listener is None else listener.detach(),
     )
+    return PrefixStore(f"attempt_{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def _wait_for_name(name: str) -> None:
@@ -155,7 +168,7 @@ def _wait_for_name(name: str) -> None:
         time.sleep(1)
 
 
-def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPStore:
+def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> Store:
     """Wait until every rank has arrived. Returns the store, which its host must keep until the others have exited.
 
     Raises:
@@ -210,7 +223,7 @@ def _without_rank_0(text: str, environ: Mapping[str, str]) -> LaunchError:
     return error
 
 
-def _compare(same: Mapping[str, Any], store: TCPStore, environ: Mapping[str, str]) -> None:
+def _compare(same: Mapping[str, Any], store: Store, environ: Mapping[str, str]) -> None:
     """Raise ConfigError if a value of ``same`` differs from rank 0."""
     own = {name: str(value) for name, value in same.items()}
     if rank(environ) == 0:
@@ -227,7 +240,7 @@ def _compare(same: Mapping[str, Any], store: TCPStore, environ: Mapping[str, str
             raise error
 
 
-def _missing(store: TCPStore, keys: Sequence[str]) -> list[str]:
+def _missing(store: Store, keys: Sequence[str]) -> list[str]:
     """The ranks whose key is not set. The first rank that calls this looks them up for all."""
     result = f"arrived/missing/{len(keys)}"
     if store.add(f"arrived/asks/{len(keys)}", 1) == 1:
@@ -236,7 +249,7 @@ def _missing(store: TCPStore, keys: Sequence[str]) -> list[str]:
     return [rank for rank in store.get(result).decode().split(",") if rank]
 
 
-def leave_store(store: TCPStore, environ: Mapping[str, str], timeout: timedelta = _EXIT_TIMEOUT) -> None:
+def leave_store(store: Store, environ: Mapping[str, str], timeout: timedelta = _EXIT_TIMEOUT) -> None:
     """Announce that this rank no longer uses the store; its host waits for all ranks, at most ``timeout``.
 
     If the host ended earlier, ranks whose threads still wait for a key would lose their connection, and print a page of

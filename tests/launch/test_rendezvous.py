@@ -13,7 +13,7 @@ import pytest
 from support.bare_ranks import BareRanks
 from support.programs import TINY_MODEL, Programs
 from support.warm import places, start
-from torch.distributed import DistStoreError, TCPStore
+from torch.distributed import DistStoreError, Store, TCPStore
 
 from megatron.common.errors import ConfigError, LaunchError
 from megatron.config import ParallelConfig
@@ -135,7 +135,7 @@ def test_a_lost_rank_0_is_reported_by_another_rank_of_its_host() -> None:
 
     waiting = Thread(target=arrive)
     waiting.start()
-    host.wait(["arrived/1"], timedelta(seconds=30))
+    host.wait(["attempt_0/arrived/1"], timedelta(seconds=30))
     del host
     waiting.join()
     (error,) = errors
@@ -255,9 +255,16 @@ def environment(number: int, port: int) -> dict[str, str]:
     return {"RANK": str(number), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-def stores(port: int) -> list[TCPStore]:
+def stores(port: int) -> list[Store]:
     """The connections of three ranks; the first hosts the store."""
     return [connect(environment(number, port), TIMEOUT) for number in range(3)]
+
+
+def test_a_restarted_rank_does_not_see_what_torchrun_kept_of_an_earlier_attempt() -> None:
+    place = environment(0, free_port())
+    (first := connect(place, TIMEOUT)).set("failure", "rank 1 was killed")
+    again = connect({**place, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}, TIMEOUT)
+    assert first.check(["failure"]) and not again.check(["failure"])
 
 
 def test_the_host_waits_for_all_other_ranks() -> None:
