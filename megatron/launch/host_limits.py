@@ -70,7 +70,7 @@ def _missing(environ: Mapping[str, str]) -> Iterator[str]:
     try:
         _start_threads()
     except RuntimeError:
-        yield f"this host does not allow {_THREADS} threads more: raise ulimit -u, or the limit of the container"
+        yield f"this host does not allow {_THREADS} threads more: raise ulimit -u or -v, or the limit of the container"
     if environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1"):
         try:
             _connect_to_itself()

@@ -229,6 +229,7 @@ def test_inputs_may_be_folders_patterns_and_saved_data_sets(tmp_path: Path) -> N
     for name in ("folder/b.jsonl", "folder/a.txt.gz", "folder/notes.md", "folder/.c.txt", "folder/saved/1.arrow"):
         (tmp_path / name).touch()
     (saved / "0.arrow").touch()
+    (tmp_path / "folder" / "dataset_dict.json").touch()
     (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "1.arrow"}, {"filename": "0.arrow"}]}))
 
     def names(path: str, kind: str | None = None) -> list[str]:

@@ -6,10 +6,12 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from megatron.checkpoint.snapshot_files import planned_host_bytes
-from megatron.common.errors import counted
+from megatron.common.errors import DataError, counted
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.model.architectures import architecture_of
 from megatron.tools.cluster.probe_hosts import CheckResult, HostContext, Unknown
 from megatron.tools.cluster.remote import unforwarded_variables
@@ -149,7 +151,7 @@ def check_arguments(host: HostContext) -> Iterator[CheckResult]:
 
 
 def check_data(host: HostContext) -> Iterator[CheckResult]:
-    """The data sets exist and have the same tokens on all hosts."""
+    """The data sets exist, have the same tokens on all hosts, and are complete."""
     for prefix in host.request["data"]:
         remote = host.fact("data")[prefix]
         known = (
@@ -159,8 +161,20 @@ def check_data(host: HostContext) -> Iterator[CheckResult]:
         first, expected = next((pair for pair in known if "value" in pair[1]), (host.report, remote))
         wrong = f": {remote['error']}" if "error" in remote else f" differs from {first.host.name}"
         problem = f"{prefix}{wrong}" if remote != expected or "error" in remote else None
+        if not problem and remote == host.local.facts.get("data", {}).get("value", {}).get(prefix):
+            problem = _damage(prefix)
         copy = _copy(host, f"{prefix}.bin", f"{prefix}.idx")
         yield _verdict(problem, copy, f"hash {remote.get('value', '')[:_SHORT]}")
+
+
+@cache
+def _damage(prefix: str) -> str | None:
+    """What is wrong with the data set on this host, which the others have as well; None if it can be read."""
+    try:
+        IndexedDataset(prefix)
+    except DataError as error:
+        return error.messages[0]
+    return None
 
 
 def check_folders(host: HostContext) -> Iterator[CheckResult]:

@@ -78,7 +78,7 @@ def _expand(path: Path, kind: str | None) -> list[Path]:
     visible = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
     names = {None: tuple(FORMATS_BY_ENDING), IMAGES: tuple(READERS)}.get(kind)
     supported = (file for file in visible if names is None or uncompressed(file).suffix in names)
-    return sorted(file for file in supported if file.name not in (_STATE, "dataset_info.json"))
+    return sorted(file for file in supported if file.name not in (_STATE, "dataset_info.json", "dataset_dict.json"))
 
 
 def text_size(paths: Sequence[Path], kind: str | None) -> int | None:

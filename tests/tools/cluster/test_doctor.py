@@ -164,6 +164,9 @@ def test_data_that_is_missing_or_another_and_folders_of_its_own(
     assert bad["host-tokens", "arguments"][0] == f"--vocab-file {folder}/data/vocab.json: differs from here"
     assert "not shared" in bad["host-local", "folders"][0] and "findmnt" in bad["host-local", "folders"][1]
     assert "no permission to write" in bad["host-read", "folders"][0] and "chmod" in bad["host-read", "folders"][1]
+    os.truncate(f"{prefix}.bin", 500)
+    _, bad = ask("host-a", "--quick", *training(folder))
+    assert f"{prefix}.bin is truncated" in bad["host-a", "data"][0], "on every host"
 
 
 @needs_mounts
