@@ -79,24 +79,31 @@ def distributed(
     nothing_compiled_for_collectives()
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # before anything can begin to use the first GPU
     with deepspeed_silenced(verbose):
-        try:
+        with _backend_errors(backend):
             deepspeed.init_distributed(
                 dist_backend=backend, timeout=timeout, verbose=verbose, init_method=f"{_SCHEME}://"
             )
-        except RuntimeError as error:
-            if explanation(error) or not (isinstance(error, dist.DistError) or _BACKEND_ERROR.search(str(error))):
-                raise
-            advice = f"; check {backend.upper()}_SOCKET_IFNAME and other environment variables of {backend}"
-            raise LaunchError(
-                f"the process group of {backend} cannot form ({first_line(error)})"
-                f"{advice if _INTERFACE_ERROR.search(str(error)) else ''}"
-            ) from error
         set_groups_of_deepspeed(partial(new_group, timeout=timeout))
         layout = ParallelLayout.create(parallel)
     yield layout
     if store is not None:
         dist.destroy_process_group()
         leave_store(store, os.environ)
+
+
+@contextmanager
+def _backend_errors(backend: str) -> Iterator[None]:
+    """Turn errors of gloo and NCCL, which cannot form a process group in the block, into LaunchError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if explanation(error) or not (isinstance(error, dist.DistError) or _BACKEND_ERROR.search(str(error))):
+            raise
+        advice = f"; check {backend.upper()}_SOCKET_IFNAME and other environment variables of {backend}"
+        raise LaunchError(
+            f"the process group of {backend} cannot form ({first_line(error)})"
+            f"{advice if _INTERFACE_ERROR.search(str(error)) else ''}"
+        ) from error
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:

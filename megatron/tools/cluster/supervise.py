@@ -101,6 +101,14 @@ def supervise(
             for number, handler in earlier.items():
                 signal.signal(number, handler)
         codes, have_all_begun = read_exit_codes(folder), (folder / TRAINED).exists()
+    return LauncherExit(_exit_code(code, forwarded, codes, have_all_begun), len(forwarded), was_stopped)
+
+
+def _exit_code(code: int, forwarded: Sequence[int], codes: Mapping[int, str], have_all_begun: bool) -> int:
+    """The exit code for a launcher that ended with ``code`` after the signals ``forwarded``; see ``supervise``.
+
+    ``codes`` are those of the ranks of this host.
+    """
     by = _by_signal(code)
     if forwarded and set(codes.values()) == {str(PREEMPTED)}:  # DeepSpeed's launchers exit with another code
         code = PREEMPTED
@@ -117,8 +125,7 @@ def supervise(
         code = LaunchError.exit_code
     elif by and "" in codes.values():  # another rank of this host has reported it
         code = LaunchError.exit_code
-    code = 128 - code if code < 0 else code or _code_of_ranks(codes)
-    return LauncherExit(code, len(forwarded), was_stopped)
+    return 128 - code if code < 0 else code or _code_of_ranks(codes)
 
 
 def _by_signal(code: int) -> str:
