@@ -22,7 +22,8 @@ from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.save import Checkpointer
 from megatron.checkpoint.tracker import replaces_others
 from megatron.common.errors import counted
-from megatron.config import RunConfig
+from megatron.config import RunConfig, flag_fields
+from megatron.config.fields import flag_of
 from megatron.engines import deepspeed_silenced
 from megatron.engines.build import build_engine, check_safe_modules
 from megatron.engines.engine import Engine
@@ -72,10 +73,18 @@ def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator
 
 
 def _same_on_all_ranks(run: RunConfig) -> dict[str, Any]:
-    """Numbers and switches of the command line, and the hashes of files, which may have other paths on other hosts."""
-    numbers = {f"--{name}": value for name, value in run.settings.items() if isinstance(value, bool | int | float)}
-    hashes = {"the hash of the data": run.data.data_hash, "the hash of the tokenizer": run.data.tokenizer_hash}
-    return numbers | hashes
+    """The command line without the names of files, which may be others on other hosts, and hashes of the files."""
+    compared = {name for name, field in flag_fields().items() if flag_of(field).metavar not in _FILES}
+    values = {
+        f"--{name}": value
+        for name, value in run.settings.items()
+        if isinstance(value, bool | int | float) or name.replace("-", "_") in compared
+    }
+    return values | {"the hash of the data": run.data.data_hash, "the hash of the tokenizer": run.data.tokenizer_hash}
+
+
+_FILES = ("DIR", "FILE", "PATH", "TRACE", "[WEIGHT] PREFIX ...")
+"""How --help shows values that name files."""
 
 
 def is_finished(saved: SavedRun, run: RunConfig, *, length_flag: str, evaluation_flag: str) -> bool:

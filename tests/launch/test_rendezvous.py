@@ -76,19 +76,27 @@ def test_the_mpi_of_mpi4py_is_not_that_of_mpirun(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "flag, problem", [("--seed", "--seed is 2 here, and 1 on rank 0"), ("--data-path", "the hash of the data is")]
+    "flag, values, problem",
+    [
+        ("--seed", "1 2", "--seed is 2 here, and 1 on rank 0"),
+        ("--lr-decay-style", "linear cosine", "--lr-decay-style is cosine here, and linear on rank 0"),
+        ("--data-path", "{0}/data1 {0}/data2", "the hash of the data is"),
+    ],
 )
-def test_ranks_with_other_arguments_or_files(programs: Programs, tmp_path: Path, flag: str, problem: str) -> None:
+def test_ranks_with_other_arguments_or_files(
+    programs: Programs, tmp_path: Path, flag: str, values: str, problem: str
+) -> None:
     data = programs.data_arguments
     for number, changed in enumerate((b"", b"\0\0"), 1):
         prefix, copy = Path(data[data.index("--data-path") + 1]), tmp_path / f"data{number}"
         copy.with_suffix(".idx").write_bytes(prefix.with_suffix(".idx").read_bytes())
         copy.with_suffix(".bin").write_bytes(changed + prefix.with_suffix(".bin").read_bytes()[len(changed) :])
-    values = ["1", "2"] if flag == "--seed" else [f"{tmp_path}/data1", f"{tmp_path}/data2"]
     words = ("pretrain_gpt2.py", *TINY_MODEL, *data, *SETTINGS, "--save", tmp_path / "ck", flag)
     first, second = (
         start([*map(str, words), value], place, programs.root, tmp_path / str(number))
-        for number, (value, place) in enumerate(zip(values, places(2, os.environ), strict=True), 1)
+        for number, (value, place) in enumerate(
+            zip(values.format(tmp_path).split(), places(2, os.environ), strict=True), 1
+        )
     )
     second.join()
     first.kill()
