@@ -76,6 +76,7 @@ def test_a_template_that_rewrites_earlier_turns_is_an_error() -> None:
         ("{% set x = namespace(t='a') %}{% for a in range(40) %}{% set x.t = x.t + x.t %}{% endfor %}", "1024 MiB"),
         ("{{ '%*d' % (1999999999, 1) }}", "1024 MiB"),
         ("{% macro f(a) %}{{ f(a) }}{% endmacro %}{{ f(1) }}", "calls itself without end"),
+        ("a" * (1 << 20 | 1), "has 1,048,577 characters, and may have 1,048,576"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute"),
     ],
 )

@@ -23,12 +23,10 @@ from megatron.tools.chat import sandbox
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles of messages. Others must be named in the chat template."""
-
-
-_LONGEST = 1 << 20
-"""Maximum characters of a template."""
 TOOL_USE = "tool_use"
 """Name of the template for conversations with tools, beside one without."""
+_LONGEST = 1 << 20
+"""Maximum characters of a template."""
 
 
 class Text(NamedTuple):
@@ -63,7 +61,7 @@ class ChatTemplate:
         others: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         if len(source) > _LONGEST:
-            raise ConfigError(f"the chat template has {len(source):,} characters: {_LONGEST:,} are read")
+            raise ConfigError(f"the chat template has {len(source):,} characters, and may have {_LONGEST:,}")
         self.source, self.special, self.others = source, dict(special), dict(others)
         self._own_roles = frozenset(name for pair in re.findall(r"'(\w+)'|\"(\w+)\"", source) for name in pair if name)
         names = sorted(filter(None, reserved), key=len, reverse=True)
