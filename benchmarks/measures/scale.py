@@ -52,7 +52,7 @@ from megatron.data.gpt2_dataset import SampleStream
 from megatron.data.index_file import HEADER, MAGIC
 from megatron.data.indexed_dataset import DocumentLengths, IndexedDataset
 from megatron.data.map_cache import cached_epoch
-from megatron.engines.pipeline import LayoutGrid
+from megatron.engines.pipelined_model import LayoutGrid
 from megatron.launch.distributed import distributed, leave_store, rendezvous_barrier
 from megatron.launch.watchdog import describe_hang
 from megatron.model.architectures import architecture_of

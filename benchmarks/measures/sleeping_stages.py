@@ -58,7 +58,7 @@ def train(settings: Mapping[str, Any], queue: "SimpleQueue[float]") -> None:
     from megatron.engines import deepspeed_silenced, silence_known_warnings
     from megatron.engines.build import our_engines
     from megatron.engines.engine import train_batch
-    from megatron.engines.pipeline import PipelinedModel
+    from megatron.engines.pipelined_model import PipelinedModel
     from megatron.launch.distributed import distributed
     from megatron.parallel.pipeline.schedule import schedule_of
     from megatron.tools.reporting.tracing import Tracer

@@ -126,7 +126,7 @@ def set_layers(choose: Callable[[list], list]) -> None:
 
         return forward
 
-    patch(module("engines.pipeline").PipelinedModel, "forward", make)
+    patch(module("engines.pipelined_model").PipelinedModel, "forward", make)
 
 
 def layer_left_out() -> None:
@@ -159,7 +159,7 @@ def weight_gradient_forgotten() -> None:
 
         return compute
 
-    patch(module("engines.schedules"), "compute_weight_gradients", make)
+    patch(module("engines.pipelined_engine"), "compute_weight_gradients", make)
 
 
 def untied_embedding() -> None:

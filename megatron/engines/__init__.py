@@ -1,9 +1,9 @@
 """The seam to DeepSpeed: subclasses of its engines and optimizers, and process-wide patches applied before.
 
-``engine.py``, ``pipeline.py`` and ``schedules.py`` override methods of DeepSpeed's engines, ``zero.py`` methods of its
-optimizers. ``overrides.py`` checks all overridden names and signatures against the installed DeepSpeed. Each override
-states what DeepSpeed ``TESTED_VERSION`` does instead, and the test that fails without it. Code outside of this package
-uses no private parts of DeepSpeed.
+``engine.py``, ``sequential_engine.py`` and ``pipelined_engine.py`` override methods of DeepSpeed's engines,
+``pipelined_model.py`` of its ``PipelineModule``, ``zero.py`` of its optimizers. ``overrides.py`` checks all overridden
+names and signatures against the installed DeepSpeed. Each override states what DeepSpeed ``TESTED_VERSION`` does
+instead, and the test that fails without it. Code outside of this package uses no private parts of DeepSpeed.
 """
 
 import functools

@@ -1,15 +1,11 @@
 """Builds the engine of a run: a subclass of a DeepSpeed engine with model, optimizer and learning-rate schedule."""
 
 import importlib
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import deepspeed
-import torch
 from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 from torch.optim import Optimizer
@@ -18,12 +14,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from megatron.common.errors import ConfigError, first_line
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.memory import DEFAULT_REDUCE_BUCKET
+from megatron.engines.compiler import import_compiler_late, learn_functions_of_torch
 from megatron.engines.containers import Layers, SequentialModel, build_layers
-from megatron.engines.engine import Engine, SequentialEngine
+from megatron.engines.engine import Engine
 from megatron.engines.optimizers import client_optimizer, parameter_groups
 from megatron.engines.overrides import check_overrides, replaced
-from megatron.engines.pipeline import PipelinedModel
-from megatron.engines.schedules import PipelinedEngine
+from megatron.engines.pipelined_engine import PipelinedEngine
+from megatron.engines.pipelined_model import PipelinedModel
+from megatron.engines.sequential_engine import SequentialEngine
 from megatron.model.architectures import architecture_of
 from megatron.model.loss import LossFn
 from megatron.model.partition import layers_per_chunk, partition_boundaries
@@ -80,18 +78,6 @@ def check_safe_modules(config: Mapping[str, Any]) -> None:
                 f"torch_autocast.lower_precision_safe_modules: {name} is no class of modules{reason}: write one such "
                 "as torch.nn.Linear, or remove it"
             )
-
-
-def learn_functions_of_torch() -> None:
-    """Make torch.compile build its table of traceable functions before ZeRO 3 replaces some of them.
-
-    DeepSpeed 0.19.8: runtime/zero/partition_parameters.py replaces torch.arange and others while a model is built. A
-    table built during that time lacks the real functions, and every use of RoPE breaks the graph.
-    Test: tests/training/test_compile.py.
-    """
-    from torch._dynamo import trace_rules
-
-    trace_rules.get_torch_obj_rule_map()
 
 
 def freeze(module: nn.Module, model: ModelConfig) -> None:
@@ -162,55 +148,3 @@ def _engine_config(run: RunConfig, module: nn.Module, *, has_optimizer: bool) ->
         bucket = min(int(zero.get("reduce_bucket_size", DEFAULT_REDUCE_BUCKET)), elements)
         config["zero_optimization"] = {**zero, "reduce_bucket_size": bucket}
     return config
-
-
-_NAME = "torch._dynamo"
-
-
-def import_compiler_late() -> None:
-    """Delay the import of torch._dynamo until it is used, in a run without ``--compile``.
-
-    Not for a run with ``--compile``: functions excluded from compilation before the import would not stay excluded.
-
-    torch: optimizers and DeepSpeed's ZeRO 3 import torch._dynamo to exclude functions from compilation.
-    DeepSpeed: runtime/zero/muon/original_muon.py, which every ZeRO optimizer imports but no run uses here, decorates
-    functions with torch.compile. A rank starts in 1.7 s instead of 2.9 s (ZeRO 0) or 3.7 s (ZeRO 1), and takes 70 to
-    110 MB less memory.
-    Tests: tests/engines/test_late_compiler.py, tests/launch/test_launchers.py. Remove when a run without ``--compile``
-    does not import torch._dynamo.
-    """
-    if _NAME in sys.modules:
-        return
-    with patch("torch.compile", lambda function: function):
-        from deepspeed.runtime.zero.muon import original_muon  # noqa: F401
-    placeholder = _Placeholder(_NAME)
-    sys.modules[_NAME] = placeholder
-    vars(torch)["_dynamo"] = placeholder
-
-
-class _Placeholder(ModuleType):
-    """Stands in for torch._dynamo while only ``disable`` and ``graph_break`` are used; then imports the real one."""
-
-    @staticmethod
-    def disable(fn: Callable | None = None, *_: Any, **__: Any) -> Callable:
-        """Return ``fn`` unchanged, or a decorator that does so."""
-        return fn if fn is not None else lambda function: function
-
-    @staticmethod
-    def graph_break(*_: Any, **__: Any) -> None:
-        """Do nothing: nothing is traced."""
-
-    def __getattr__(self, name: str) -> Any:
-        """An attribute of the real module. Dunder names are not forwarded, except ``__path__`` for submodules."""
-        if name.startswith("__") and name != "__path__":
-            raise AttributeError(name)
-        return getattr(self._real(), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set the attribute of the real module, as the import of a submodule does."""
-        setattr(self._real(), name, value)
-
-    def _real(self) -> ModuleType:
-        if sys.modules.get(_NAME) is self:
-            del sys.modules[_NAME], vars(torch)["_dynamo"]
-        return importlib.import_module(_NAME)

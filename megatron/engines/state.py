@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from megatron.engines.overrides import replaced
-from megatron.engines.pipeline import PipelinedModel
+from megatron.engines.pipelined_model import PipelinedModel
 
 
 def save_state(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.pipeline.simulation import Transfer
+from megatron.parallel.pipeline.program import Transfer
 
 
 class Transfers:

@@ -18,7 +18,7 @@ from megatron.parallel.layout import ParallelLayout
 def test_the_grid_of_a_pipeline_is_that_of_deepspeed() -> None:
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
-    from megatron.engines.pipeline import LayoutGrid
+    from megatron.engines.pipelined_model import LayoutGrid
 
     layout = ParallelLayout.create(ParallelConfig(world_size=8, model_parallel_size=2, pipe_parallel_size=2))
     topology = layout.pipeline_topology
@@ -62,7 +62,7 @@ def test_operations_of_the_store_do_not_grow_with_the_world(rank: int, monkeypat
 
 def _operations(world: int, rank: int, monkeypatch) -> Counter:
     """What a rank asks the store at its start, and the groups that it makes, each of which may ask it twice."""
-    from megatron.engines.pipeline import LayoutGrid
+    from megatron.engines.pipelined_model import LayoutGrid
     from megatron.launch.distributed import distributed, leave_store, rendezvous_barrier
     from megatron.tools.one_rank import group
     from megatron.tools.one_rank.run import one_rank

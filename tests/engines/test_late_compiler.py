@@ -9,7 +9,7 @@ SCRIPT = """
 import sys
 import torch
 from torch import nn
-from megatron.engines.build import import_compiler_late
+from megatron.engines.compiler import import_compiler_late
 
 import_compiler_late()
 layer = nn.Linear(3, 3)

@@ -22,7 +22,7 @@ from megatron.launch import progress as progress_module
 from megatron.launch.progress import Position, ProgressState
 from megatron.launch.rank import failure_of_nccl, is_connection_lost, is_timeout, run_rank
 from megatron.parallel import sequence
-from megatron.parallel.pipeline.simulation import Transfer
+from megatron.parallel.pipeline.program import Transfer
 from megatron.parallel.tensor import mappings
 
 REMOTE = DistBackendError(

@@ -9,8 +9,9 @@ import pytest
 from parallel.conftest import NAMES, every
 
 from megatron.parallel import p2p_lanes
+from megatron.parallel.pipeline.program import Transfer, program
 from megatron.parallel.pipeline.schedule import Action, Schedule
-from megatron.parallel.pipeline.simulation import PassSeconds, Transfer, in_flight, program, simulate
+from megatron.parallel.pipeline.simulation import PassSeconds, in_flight, simulate
 
 
 class Issued(NamedTuple):

@@ -24,7 +24,7 @@ def train_with_a_late_stage(words: list[str], begun: Path) -> int:
     """Stage 1 begins each iteration when stage 0 has begun its second forward pass. Returns the iterations."""
     from support.training import pretrain
 
-    from megatron.engines.schedules import PipelinedEngine
+    from megatron.engines.pipelined_engine import PipelinedEngine
 
     train, forward = PipelinedEngine.train_batch, PipelinedEngine._exec_forward_pass
     iterations: list[int] = []

@@ -21,7 +21,7 @@ from megatron.engines.containers import (
     run_in_order,
     sequential_model,
 )
-from megatron.engines.pipeline import PipelinedModel
+from megatron.engines.pipelined_model import PipelinedModel
 from megatron.model.partition import balanced, partition_boundaries
 from megatron.model.spec import architecture_of
 from megatron.model.transformer import HiddenStates, unpack

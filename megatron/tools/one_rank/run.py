@@ -34,7 +34,7 @@ from megatron.model.architectures.layers import EMBED
 from megatron.model.partition import layers_per_chunk, partition_boundaries
 from megatron.model.spec import LayerSpec
 from megatron.parallel import process_groups
-from megatron.parallel.pipeline.simulation import Transfer
+from megatron.parallel.pipeline.program import Transfer
 from megatron.tools.one_rank import patched, rank_environment
 from megatron.tools.one_rank.group import NAME, OneRankGroup, OneRankStore
 

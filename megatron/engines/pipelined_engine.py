@@ -1,6 +1,6 @@
 """``PipelinedEngine``: DeepSpeed's pipeline engine with the schedules of ``megatron.parallel.pipeline``.
 
-It runs the program of ``megatron.parallel.pipeline.simulation``. Why not torch.distributed.pipelining with DeepSpeed's
+It runs the program of ``megatron.parallel.pipeline.program``. Why not torch.distributed.pipelining with DeepSpeed's
 optimizer: a subclass keeps DeepSpeed's loss scale, ZeRO, fp32 accumulation in bf16, tied weights, evaluation and
 checkpoints, and replaces only when which tensors are sent where. torch's stages would need a second implementation of
 each, and they split a backward pass by walking its graph, which fails for recomputed layers; here linear layers defer
@@ -22,16 +22,17 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.engines.engine import Engine
 from megatron.engines.overrides import overrides
+from megatron.engines.pipeline_buffers import ChunkOutput, as_inputs, gradients_of
 from megatron.engines.transfers import Transfers, as_list
 from megatron.engines.zero import ZeroOptimizer
 from megatron.model.embedding import limits_on_host
 from megatron.ops.packed_attention import keep_on_host
+from megatron.parallel.pipeline.program import Step, Transfer, program
 from megatron.parallel.pipeline.schedule import (
     FORWARD,
     INPUT_GRADIENTS,
@@ -40,7 +41,7 @@ from megatron.parallel.pipeline.schedule import (
     Instruction,
     Schedule,
 )
-from megatron.parallel.pipeline.simulation import Step, Transfer, in_flight, program
+from megatron.parallel.pipeline.simulation import in_flight
 from megatron.parallel.tensor.deferred import Collected, DeferredWeightGradients, compute_weight_gradients
 
 
@@ -227,7 +228,7 @@ class PipelinedEngine(Engine, PipelineEngine):
             is_first, is_last = 0 in self.module.chunks, self.is_last_stage()
             batch = self.moved(batch) if is_first or is_last else batch
         if is_first:
-            self.pipe_buffers["inputs"][self._buffer(0, micro_batch)] = _inputs(batch.tokens)
+            self.pipe_buffers["inputs"][self._buffer(0, micro_batch)] = as_inputs(batch.tokens)
         if is_last:
             self.pipe_buffers["labels"][self._buffer(self._last_chunk, micro_batch)] = batch.targets
 
@@ -241,7 +242,7 @@ class PipelinedEngine(Engine, PipelineEngine):
             limits = self._limits.get(number)
             if limits is not None and received[1].shape == limits.shape:  # an encoder of images sends [b, 2, s]
                 keep_on_host(received[1], limits)
-            buffers["inputs"][buffer] = _inputs(received)
+            buffers["inputs"][buffer] = as_inputs(received)
         with self._instruction("ForwardPass", action), self._running(chunk):
             self._exec_forward_pass(buffer)
         if chunk == self._last_chunk:
@@ -250,8 +251,8 @@ class PipelinedEngine(Engine, PipelineEngine):
             buffers["outputs"][buffer] = None
         elif not self._is_elsewhere(chunk + 1):
             outputs = buffers["outputs"][buffer]
-            buffers["inputs"][self._buffer(chunk + 1, number)] = _inputs(outputs)
-            buffers["outputs"][buffer] = _Output(outputs) if trains else None
+            buffers["inputs"][self._buffer(chunk + 1, number)] = as_inputs(outputs)
+            buffers["outputs"][buffer] = ChunkOutput(outputs) if trains else None
         if not trains:
             buffers["inputs"][buffer] = buffers["labels"][buffer] = None
 
@@ -282,7 +283,7 @@ class PipelinedEngine(Engine, PipelineEngine):
         if self._is_elsewhere(chunk + 1):
             return self._received(action)
         inputs, buffer = self.pipe_buffers["inputs"], self._buffer(chunk + 1, number)
-        computed, inputs[buffer] = _gradients(inputs[buffer]), None
+        computed, inputs[buffer] = gradients_of(inputs[buffer]), None
         return computed
 
     def _compute_weight_gradients(self, action: Action) -> None:
@@ -300,54 +301,10 @@ class PipelinedEngine(Engine, PipelineEngine):
         buffer = self._buffer(transfer.chunk, transfer.micro_batch)
         inputs, outputs = self.pipe_buffers["inputs"], self.pipe_buffers["outputs"]
         if not transfer.is_forward:
-            value, inputs[buffer] = _gradients(inputs[buffer]), None
+            value, inputs[buffer] = gradients_of(inputs[buffer]), None
             return value
         value = outputs[buffer]
-        outputs[buffer] = _Output(value) if torch.is_grad_enabled() else None
+        outputs[buffer] = ChunkOutput(value) if torch.is_grad_enabled() else None
         if isinstance(value, Tensor):
             return value.detach().contiguous()
         return tuple(tensor.detach().contiguous() for tensor in value)
-
-
-class _Output:
-    """Gradient edges of a chunk's output, to start its backward pass without keeping the output's memory.
-
-    DeepSpeed uses it like a tensor. It runs one backward pass for all tensors of a tuple; DeepSpeed would run one for
-    each, which repeats shared layers and fails for recomputed ones. Test: tests/training/test_t5_layouts_agree.py.
-    """
-
-    def __init__(self, value: Any):
-        self._edges = [get_gradient_edge(tensor) for tensor in as_list(value) if tensor.is_floating_point()]
-
-    def backward(self, gradient: Any) -> None:
-        """Run the backward pass from the gradients of all floating-point tensors."""
-        torch.autograd.backward(self._edges, as_list(gradient))
-
-
-class _Input:
-    """An input tensor that collects its gradient; layers get a view of it instead of DeepSpeed's copy.
-
-    They must not get the tensor itself: DeepSpeed's partitioned activation checkpointing replaces its data.
-    """
-
-    def __init__(self, value: Tensor):
-        self.tensor = value.detach().requires_grad_(value.is_floating_point())
-
-    def clone(self) -> Tensor:
-        """A view instead of the copy that DeepSpeed asks for."""
-        return self.tensor.view_as(self.tensor)
-
-
-def _inputs(outputs: Any) -> Any:
-    """Wrap outputs of a chunk, or tokens of a micro-batch, as inputs of the next chunk."""
-    return _Input(outputs) if isinstance(outputs, Tensor) else tuple(map(_Input, outputs))
-
-
-def _gradients(inputs: Any) -> Any:
-    """The gradient of an input, or the gradients of all floating-point inputs of a tuple."""
-    gradients = []
-    for wrapped in inputs if isinstance(inputs, tuple) else (inputs,):
-        if wrapped.tensor.is_floating_point():
-            assert wrapped.tensor.grad is not None
-            gradients.append(wrapped.tensor.grad)
-    return tuple(gradients) if isinstance(inputs, tuple) else gradients[0]
