@@ -161,6 +161,7 @@ def _model(run: RunConfig, architecture: ArchitectureSpec, provided: Mapping[str
         ffn_hidden_size=model.ffn_hidden_size or default_ffn_hidden_size(model),
         max_position_embeddings=positions,
         pre_tokens=positions - 1 if is_short else model.pre_tokens,
+        pre_tokens_given="pre_tokens" in provided,
         reset_position_ids=run.data.reset_position_ids or packs,
         reset_attention_mask=run.data.reset_attention_mask or packs,
         dtype=run.precision.dtype,

@@ -187,6 +187,8 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
     """Token that ends a document."""
     reset_position_ids: bool = derived(False)
     reset_attention_mask: bool = derived(False)
+    pre_tokens_given: bool = derived(False)
+    """Whether ``pre_tokens`` was given: its default, which is less than some models have, limits no sequence."""
     dtype: str = derived("fp32")
     """Type of weights and activations: fp32, bf16 or fp16."""
     recomputes_attention: bool = derived(False)
@@ -215,8 +217,9 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
 
     @property
     def has_window(self) -> bool:
-        """Whether ``pre_tokens`` limits attention. The default, which is less than some models have, does not."""
-        return self.pre_tokens < self.max_position_embeddings - 1 and self.pre_tokens != ModelConfig.pre_tokens
+        """Whether ``pre_tokens`` limits attention."""
+        is_window = self.pre_tokens_given or self.pre_tokens != ModelConfig.pre_tokens
+        return is_window and self.pre_tokens < self.max_position_embeddings - 1
 
     @property
     def query_groups(self) -> int:

@@ -1,6 +1,7 @@
 """The spec of each architecture against the layers that are built from its list, on any layout."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from megatron.checkpoint.saved_layout import SavedLayout
 from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.architectures import architecture_of
-from megatron.model.huggingface import model_title
+from megatron.model.huggingface import config_of, model_arguments, model_title, write_config
+from megatron.tools.inference.source import config_on
 from megatron.training.summary import describe_config
 
 LAYOUTS = [
@@ -176,3 +178,14 @@ def test_the_default_window_limits_no_sequence(length: int, window: int) -> None
     model = parse(words).model
     assert (model.pre_tokens, model_title(model)) == (window, "Llama")
     assert parse(f"{words} --pre-tokens 65536").model.pre_tokens == 65536
+
+
+@pytest.mark.parametrize("length", [8192, 131072])
+def test_the_number_of_the_default_is_a_window_if_it_is_given(length: int) -> None:
+    words = f"{LLAMA} --seq-length {length} --max-position-embeddings 131072 --pre-tokens 65536"
+    model = parse(words).model
+    assert (model_title(model), config_on(model, 1, "fp32").pre_tokens) == ("Mistral", 65536)
+    tree = write_config(replace(model, vocab_size=100), "float32")
+    assert tree["sliding_window"] == 65537
+    read = config_of(tree, Path("config.json"))
+    assert read.has_window and "--pre-tokens" in model_arguments(read)

@@ -121,7 +121,7 @@ _TRAINING_FIELDS = frozenset(
     tiled_mlp_num_shards gradient_accumulation_fusion fp8_format fp8_recipe fp8_min_size
     fused_kernels attention_dropout hidden_dropout init_method_std
     apply_query_key_layer_scaling attention_softmax_in_fp32 fp16_lm_cross_entropy use_cpu_initialization shape_order
-    pre_tokens fp32_residual_connection padded_vocab_size eod_token reset_position_ids
+    pre_tokens pre_tokens_given fp32_residual_connection padded_vocab_size eod_token reset_position_ids
     reset_attention_mask dtype recomputes_attention seed encoder_seq_length decoder_seq_length group_query_attention
     max_position_embeddings
     """.split()
@@ -148,7 +148,7 @@ def model_arguments(config: ModelConfig) -> list[str]:
         del values["max_position_embeddings"]
     arguments: list[str] = []
     for name, value in values.items():
-        if value != getattr(ModelConfig(), name):
+        if value != getattr(ModelConfig(), name) or (name == "pre_tokens" and config.has_window):
             flag = name.replace("_", "-")
             arguments.append(f"--no-{flag}" if value is False else f"--{flag}")
             arguments += [] if isinstance(value, bool) else [str(value)]

@@ -138,7 +138,7 @@ def _read(family: Family, tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     return {
         "position_embedding_type": "rope",
         **rotation,
-        **({} if window is None or problems else {"pre_tokens": window - 1}),
+        **({} if window is None or problems else {"pre_tokens": window - 1, "pre_tokens_given": True}),
         "normalization": "RMSNorm",
         "swiglu": True,
         "disable_bias_linear": True not in biases,

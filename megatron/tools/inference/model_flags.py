@@ -133,4 +133,5 @@ def source_of(
     unused = unused_merges(type(source.tokenizer).__name__, args.merge_file)
     if not rank(environ):
         print_warnings([*source.warnings, *changes, *unused])
-    return replace(source, config=replace(source.config, **chosen))
+    given = source.config.pre_tokens_given or "pre_tokens" in chosen
+    return replace(source, config=replace(source.config, **chosen, pre_tokens_given=given))
