@@ -27,6 +27,12 @@ SSH_ADDRESS=${SSH_ADDRESS:-}                       # address on which sshd liste
 SSH_PORT=${SSH_PORT:-2222}                         # the same on all hosts
 
 INSIDE=/opt/megatron-deepspeed
+source_of() { # PATH: as a field of --mount, whose fields are CSV
+    local field
+    field=source=$(realpath -m "$1")
+    case $field in *[\",]*) field=\"${field//\"/\"\"}\" ;; esac
+    printf '%s' "$field"
+}
 FLAGS=(
     --rm --init
     --network host      # ranks find each other by the names of the hosts
@@ -35,8 +41,8 @@ FLAGS=(
     # Files belong to the caller, who has neither name nor home directory in the container.
     --user "$(id -u):$(id -g)" --env USER=trainer --env HOME=/tmp
     --cap-drop ALL --security-opt no-new-privileges
-    --mount "type=bind,source=$(realpath -m "$DATA_DIR"),target=$INSIDE/data"
-    --mount "type=bind,source=$(realpath -m "$CHECKPOINT_DIR"),target=$INSIDE/checkpoints"
+    --mount "type=bind,$(source_of "$DATA_DIR"),target=$INSIDE/data"
+    --mount "type=bind,$(source_of "$CHECKPOINT_DIR"),target=$INSIDE/checkpoints"
 )
 case "$(basename "$DOCKER"):$GPUS" in
     *:) ;;
@@ -55,7 +61,7 @@ if [ -n "$SSH_KEY" ]; then
         exit 2
     }
     FLAGS+=(
-        --mount "type=bind,source=$(realpath "$SSH_KEY"),target=/run/secrets/ssh_key,readonly"
+        --mount "type=bind,$(source_of "$SSH_KEY"),target=/run/secrets/ssh_key,readonly"
         --env "SSH_ADDRESS=$SSH_ADDRESS" --env "SSH_PORT=$SSH_PORT"
     )
 fi

@@ -1,5 +1,6 @@
 """Pinned requirements, Dockerfiles, compose.yaml and docker/run.sh."""
 
+import csv
 import json
 import re
 import shlex
@@ -110,6 +111,10 @@ def test_the_container_gets_the_hosts_gpus_network_and_folders(tmp_path) -> None
     assert words[-5:] == [f"megatron-deepspeed:{VERSION}", "bash", "examples/ds_pretrain_gpt2.sh", "--seed", "7"]
     assert f"type=bind,source={tmp_path}/my data,target={inside}/data" in words
     assert f"type=bind,source={ROOT}/checkpoints,target={inside}/checkpoints" in words
+    for name in ("a,b", 'a "b", c', '"'):
+        mounts = [word for word in docker(DATA_DIR=str(tmp_path / name)) if word.startswith("type=bind")]
+        (fields,) = csv.reader(mounts[:1])
+        assert fields == ["type=bind", f"source={tmp_path / name}", f"target={inside}/data"]
     for flag in ("--gpus all", "--ulimit memlock=-1", "--network host", "--ipc=host"):
         assert f" {flag} " in " ".join(words)
     assert "--env NVIDIA_VISIBLE_DEVICES=0,1" in " ".join(docker(DOCKER="nvidia-docker", GPUS="0,1"))

@@ -55,14 +55,18 @@ def our_weights(tensors: Mapping[str, Tensor], config: ModelConfig, source: str)
     specs = architecture_of(config).named_parameters(config)
 
     def read(name: str) -> Tensor:
-        weight = joined(name, [tensors[theirs] for theirs in sources[name]], config)
-        check_numbers(source, name, weight)
-        return weight
+        return joined(name, [_finite(tensors, theirs, tensors[theirs], source) for theirs in sources[name]], config)
 
     return LazyTensors(
         {name: torch.empty(specs[name].shape, dtype=outlines[sources[name][0]].dtype, device="meta") for name in specs},
         read,
     )
+
+
+def _finite(tensors: Mapping[str, Tensor], name: str, value: Tensor, source: str = "") -> Tensor:
+    """``value``, ``tensors[name]`` or a part of it. Raises CheckpointError with its file if it is not finite."""
+    check_numbers(tensors.files.get(name, source) if isinstance(tensors, LazyTensors) else source, name, value)
+    return value
 
 
 def their_weights(weights: Mapping[str, Tensor], config: ModelConfig) -> LazyTensors:
@@ -167,7 +171,7 @@ class _Shards:
             return self.weights[name]
         if spec.is_vocabulary:
             ends = min(self.tokens, rank * rows), min(self.tokens, (rank + 1) * rows)
-            return self.tensors.part(present(next(iter(sources)), self.tensors), 0, *ends)
+            return self._part(present(next(iter(sources)), self.tensors), 0, *ends)
         groups = sizes_of(config, name).query_groups
         if format_of(config) is GPT2_FORMAT or ("query_key_value" in name and groups % size):
             return self.weights[name].chunk(size, dim)[rank]
@@ -176,5 +180,8 @@ class _Shards:
             own, count = local_experts(config.num_experts, self.layout), len(sources) // config.num_experts
             sources = dict(list(sources.items())[own.start * count : own.stop * count])
         lengths = {present(theirs, self.tensors): shape[dim] // size for theirs, shape in sources.items()}
-        parts = [self.tensors.part(key, dim, rank * length, (rank + 1) * length) for key, length in lengths.items()]
+        parts = [self._part(key, dim, rank * length, (rank + 1) * length) for key, length in lengths.items()]
         return joined(name, parts, config)
+
+    def _part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
+        return _finite(self.tensors, name, self.tensors.part(name, dim, begin, end))

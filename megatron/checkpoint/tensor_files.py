@@ -165,9 +165,11 @@ def with_identity(content: Any, name: str, iteration: int) -> Any:
 class LazyTensors(Mapping[str, Tensor]):
     """Tensors by name, each read on access and not kept, so that a model need not fit into memory."""
 
-    def __init__(self, outlines: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
-        """``outlines`` are tensors with the same shapes and types on the meta device."""
-        self.outlines, self._read = outlines, read
+    def __init__(
+        self, outlines: Mapping[str, Tensor], read: Callable[[str], Tensor], files: Mapping[str, Path] | None = None
+    ) -> None:
+        """``outlines`` are tensors of the same shapes and types on the meta device, ``files`` their files if known."""
+        self.outlines, self._read, self.files = outlines, read, files or {}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.outlines:
@@ -197,7 +199,8 @@ class SafetensorsFiles(LazyTensors):
         self._entries = read_entries(path)
         self._opened: dict[Path, Any] = {}
         # The library maps a tensor into memory, which reads nothing of it.
-        super().__init__({name: self._whole(name).to("meta") for name in self._entries}, self._whole)
+        outlines = {name: self._whole(name).to("meta") for name in self._entries}
+        super().__init__(outlines, self._whole, {name: entry.file for name, entry in self._entries.items()})
 
     def part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
         """Slice ``begin`` to ``end`` of dimension ``dim`` of a tensor; the rest is not read."""

@@ -108,17 +108,19 @@ def read_tensors(path: Path) -> Mapping[str, Tensor]:
     """
     if next(iter(files_with(path, SAFETENSORS, PICKLED))).name.endswith(".safetensors"):
         return SafetensorsFiles(path)
-    return contents(path, _read_pickled, PICKLED)
+    found = contents(path, _read_pickled, PICKLED)
+    outlines = {name: tensor.to("meta") for name, (tensor, _) in found.items()}
+    return LazyTensors(outlines, lambda name: found[name][0], {name: file for name, (_, file) in found.items()})
 
 
-def _read_pickled(path: Path) -> dict[str, Tensor]:
-    """The tensors of a pickled file, mapped into memory."""
+def _read_pickled(path: Path) -> dict[str, tuple[Tensor, Path]]:
+    """The tensors of a pickled file, mapped into memory, each with the file."""
     tensors = read_file(path, mapped=True)
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
     ):
         raise CheckpointError(f"{path} contains more than named tensors; give a file of weights only")
-    return tensors
+    return {name: (tensor, path) for name, tensor in tensors.items()}
 
 
 def write_tensors(

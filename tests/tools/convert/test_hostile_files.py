@@ -1,6 +1,7 @@
 """Files of weights that are broken, or made to do harm: refused by a line, before anything is made of them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,14 @@ def test_weights_that_are_not_finite_are_not_taken_over(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(GPT2))
     save_file(weights(ln_f__weight=torch.full((8,), torch.nan)), tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="is from nan to nan, and should be finite"):
+        list(read_huggingface(tmp_path).weights.values())
+
+
+@pytest.mark.parametrize(("file", "save"), [("model.safetensors", save_file), ("pytorch_model.bin", torch.save)])
+def test_a_weight_that_is_not_finite_is_named_as_in_its_file(tmp_path: Path, file: str, save: Callable):
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    save(weights(h__0__attn__c_attn__bias=torch.full((24,), torch.inf)), tmp_path / file)
+    with pytest.raises(CheckpointError, match=rf"/{file}: h\.0\.attn\.c_attn\.bias is from inf"):
         list(read_huggingface(tmp_path).weights.values())
 
 

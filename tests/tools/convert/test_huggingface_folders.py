@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.llava_models import transformers_model
 from support.programs import Programs
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -256,6 +256,14 @@ def test_shards_of_a_llava_with_the_names_of_newer_transformers(tmp_path: Path) 
             whole, dim = weights[name], spec.shard_dim
             expected = whole if dim is None else whole.chunk(2, dim)[rank]
             assert shards.read(name, expected.size(0)).equal(expected), name
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    row = next(name for name in stored if name.endswith("self_attn.o_proj.weight"))
+    save_file(stored | {row: stored[row] * torch.inf}, file)
+    shards = replace(shards, tensors=SafetensorsFiles(tmp_path))
+    with pytest.raises(CheckpointError, match=rf"model.safetensors: {row} is from"):
+        for name in architecture_of(config).named_parameters(config):
+            shards.read(name, weights[name].size(0) // 2)
 
 
 @pytest.mark.parametrize(
