@@ -62,14 +62,21 @@ def bucket_not_reduced() -> None:
 
 
 def weights_not_gathered() -> None:
-    patch(module("engines.zero").ZeroOptimizer, "_gather_weights", lambda right: lambda self: None)
+    def make(right):
+        def update(self, masters):
+            self._in_order = []
+            right(self, masters)
+
+        return update
+
+    patch(module("engines.sharded_weights").ShardedWeights, "update", make)
 
 
 def norm_of_a_stage() -> None:
     def make(right):
         return lambda values, layout: right(values, replace(layout, model_group=layout.tensor_group))
 
-    for name in ("gradients", "zero"):
+    for name in ("gradient_norm", "zero"):
         patch(module(f"engines.{name}"), "sum_over_model", make)
 
 
@@ -81,9 +88,9 @@ def doubled_gradient() -> None:
 
 
 def wrong_norm() -> None:
-    from megatron.engines import gradients
+    from megatron.engines import gradient_norm
 
-    gradients.is_model_parallel_parameter = lambda parameter: True
+    gradient_norm.is_model_parallel_parameter = lambda parameter: True
 
 
 def ignored_accumulation() -> None:

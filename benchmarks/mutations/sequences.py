@@ -112,10 +112,10 @@ def rows_not_sorted() -> None:
 
 
 def wrong_norm_of_experts() -> None:
-    from megatron.engines import gradients, zero
+    from megatron.engines import gradient_norm, zero
 
-    right = gradients.sum_over_model
-    for owner in (gradients, zero):
+    right = gradient_norm.sum_over_model
+    for owner in (gradient_norm, zero):
         owner.sum_over_model = lambda values, layout: right(values, dataclasses.replace(layout, expert_group=None))
 
 

@@ -23,12 +23,14 @@ from megatron.config import RunConfig
 from megatron.config.training import LR_MULTIPLIER
 from megatron.data.loader import Batch
 from megatron.engines import continue_without_reports, reports_optional
-from megatron.engines.gradients import gradient_norm, sum_together
+from megatron.engines.gradient_norm import gradient_norm
+from megatron.engines.gradients import sum_together
 from megatron.engines.optimizers.muon import Muon
+from megatron.engines.optimizers.skipping import clip_divisor, scale_and_skip, takes_scale
 from megatron.engines.overrides import overrides, replaced
 from megatron.engines.state import accept_any_adam, master_weights
 from megatron.engines.status import HostCopy, StepStatus, loss_scale_limit_reported
-from megatron.engines.zero import ZeroOptimizer, clip_divisor, corrected_optimizers, scale_and_skip, takes_scale
+from megatron.engines.zero import ZeroOptimizer, corrected_optimizers
 from megatron.model.moe import ParallelMoE, routers
 from megatron.ops.fp8 import fp8_layers
 from megatron.parallel.expert import group_name
@@ -66,7 +68,9 @@ class Engine(DeepSpeedEngine):
             kernel.keeps_weights = run.zero.zero_stage < 3  # ZeRO 3 gathers weights for each call
         continue_without_reports(self)
         if isinstance(self.optimizer, ZeroOptimizer) and run.overlaps_param_gather:
-            self.optimizer.gather_before(layer for name, layer in self.module.named_children() if name.isdigit())
+            self.optimizer.weights.gather_before(
+                layer for name, layer in self.module.named_children() if name.isdigit()
+            )
 
     def inside_hooks(self, instruction: Instruction) -> AbstractContextManager:
         """A context that runs all ``hooks`` for ``instruction``."""
@@ -198,7 +202,7 @@ class Engine(DeepSpeedEngine):
     def wait_for_weights(self) -> None:
         """Wait for the all-gather of updated weights, before anything other than a forward pass uses them."""
         if isinstance(self.optimizer, ZeroOptimizer):
-            self.optimizer.wait_for_weights()
+            self.optimizer.weights.wait()
 
     def _clip(self) -> bool | Tensor:
         """Clip the gradient of the entire model, in fp32 at ZeRO 0. Returns whether it is not finite.

@@ -18,7 +18,7 @@ DeepSpeed 0.19.8:
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import cached_property, partial
@@ -33,19 +33,12 @@ from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
-from torch.distributed import Work
 
-from megatron.engines.gradients import (
-    GradientBucket,
-    Gradients,
-    block_norms,
-    counted_once,
-    in_type,
-    sum_over_model,
-    sum_together,
-    sums_of_squares,
-)
+from megatron.engines.gradient_norm import block_norms, counted_once, sum_over_model, sums_of_squares
+from megatron.engines.gradients import GradientBucket, Gradients, in_type, sum_together
+from megatron.engines.optimizers.skipping import clip_divisor, scale_and_skip, takes_scale
 from megatron.engines.overrides import expect, overrides, replaced
+from megatron.engines.sharded_weights import ShardedWeights
 from megatron.engines.state import zero_master_weights
 from megatron.engines.status import loss_scale_limit_reported
 from megatron.parallel.layout import ParallelLayout
@@ -127,9 +120,15 @@ class ZeroOptimizer(CorrectedSteps, DeepSpeedZeroOptimizer):
     ):
         self._layout, self._positions, self._reduced_last = layout, positions, reduced_last
         self._sent_dtype, self._adds_together = sent_dtype, adds_together
-        self._gathering: dict[int, Work] = {}
-        self._gathered_late: set[int] = set()
         super().__init__(*arguments, **options)
+        self.weights = ShardedWeights(
+            self.bit16_groups,
+            self.bit16_groups_flat,
+            self.parallel_partitioned_bit16_groups,
+            self.real_dp_process_group,
+            self._first_uses,
+            reduced_last,
+        )
         self._summed_over_tensor_ranks: Set[nn.Parameter] = set()
         if self._has_buckets:
             is_sharded = self.partition_gradients and not coalesces
@@ -262,8 +261,7 @@ class ZeroOptimizer(CorrectedSteps, DeepSpeedZeroOptimizer):
         self._lazy_init_hp_params_optimizer_state()
         for master in self.single_partition_of_fp32_groups:
             master.grad = None
-        torch._foreach_copy_(self._own_parts(), [master.detach() for master in self.single_partition_of_fp32_groups])
-        self._gather_weights()
+        self.weights.update([master.detach() for master in self.single_partition_of_fp32_groups])
         if self.dynamic_loss_scale and not self.custom_loss_scaler:
             DeepSpeedZeroOptimizer._update_scale(self, False)
 
@@ -273,42 +271,6 @@ class ZeroOptimizer(CorrectedSteps, DeepSpeedZeroOptimizer):
             self.custom_loss_scaler = False
             with loss_scale_limit_reported():
                 self.loss_scaler.update_scale(skipped)
-
-    def _own_parts(self) -> list[Tensor]:
-        """This rank's part of the flat weights of each group."""
-        groups = zip(self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True)
-        return [parts[group.rank()] for parts, group in groups]
-
-    def gather_before(self, layers: Iterable[nn.Module]) -> None:
-        """Make each of ``layers`` wait for the all-gather of its weights when it first runs, instead of in the step.
-
-        Tied weights, and weights not in ``layers``, are gathered before the step ends.
-        """
-        numbers = {parameter: number for number, group in enumerate(self.bit16_groups) for parameter in group}
-        for layer in layers:
-            needed = {numbers[parameter] for parameter in layer.parameters() if parameter in numbers}
-            layer.register_forward_pre_hook(partial(self._wait_before, needed))
-            self._gathered_late |= needed
-        self._gathered_late -= {numbers[parameter] for parameter in self._reduced_last if parameter in numbers}
-
-    def _gather_weights(self) -> None:
-        """Start to all-gather the updated flat weights, in the order of their first use."""
-        flats = list(zip(self.bit16_groups_flat, self._own_parts(), self.real_dp_process_group, strict=True))
-        for number in sorted(range(len(flats)), key=self._first_uses.__getitem__):
-            flat, own, group = flats[number]
-            if group.size() > 1:
-                self._gathering[number] = dist.all_gather_into_tensor(flat, own, group=group, async_op=True)
-        self.wait_for_weights(self._gathering.keys() - self._gathered_late)
-
-    def wait_for_weights(self, numbers: Iterable[int] | None = None) -> None:
-        """Wait until the weights of these parameter groups (default: all) are gathered."""
-        for number in list(self._gathering if numbers is None else numbers):
-            if number in self._gathering:
-                self._gathering.pop(number).wait()
-
-    def _wait_before(self, numbers: Set[int], *_: Any) -> None:
-        if self._gathering:
-            self.wait_for_weights(numbers)
 
     def _norm(self, parts: Sequence[Tensor]) -> Tensor:
         """2-norm [] of the model's gradient, with each weight counted once, from this rank's ``parts``."""
@@ -348,34 +310,6 @@ def _scale_after(scaler: DynamicLossScaler, overflows: bool) -> float:
     after.raise_error_at_min_scale = False  # the host raises the error once it knows that the step did overflow
     after.update_scale(overflows)
     return after.cur_scale
-
-
-def takes_scale(optimizer: Any) -> bool:
-    """Whether ``optimizer`` divides gradients by its ``grad_scale``, and skips steps on the device.
-
-    Fused optimizers of torch do, Muon and Lion.
-    """
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def scale_and_skip(optimizer: Any, norm: Tensor, divisor: Tensor) -> Tensor:
-    """Make the next step divide gradients by ``divisor`` [], or do nothing if ``norm`` [] is not finite.
-
-    Returns whether the step will be skipped, [].
-    """
-    skips = ~norm.isfinite()
-    optimizer.grad_scale, optimizer.found_inf = divisor.float(), skips.float()
-    if isinstance(optimizer, torch.optim.SGD):  # a skipped first step would leave new momentum uninitialized
-        for group in optimizer.param_groups if optimizer.defaults["momentum"] else ():
-            for weight in group["params"]:
-                if not optimizer.state[weight]:
-                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-    return skips
-
-
-def clip_divisor(norm: Tensor, limit: float) -> Tensor:
-    """The divisor (at least 1) that clips a gradient of this ``norm`` at ``limit``."""
-    return ((norm + 1e-6) / limit).clamp(min=1.0)
 
 
 class Zero3Optimizer(CorrectedSteps, DeepSpeedZeroOptimizer_Stage3):

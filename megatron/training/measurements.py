@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.collective_errors import gathered_on_rank_0
 from megatron.checkpoint.files import replace_text
 from megatron.config import RunConfig
-from megatron.engines.gradients import block_norms, counted_once, sum_over_model
+from megatron.engines.gradient_norm import block_norms, counted_once, sum_over_model
 from megatron.model.moe import routers
 from megatron.model.partition import plan
 from megatron.parallel.layout import ParallelLayout

@@ -27,7 +27,7 @@ from megatron.config.fields import flag_of
 from megatron.engines import deepspeed_silenced
 from megatron.engines.build import build_engine, check_safe_modules
 from megatron.engines.engine import Engine
-from megatron.engines.gradients import counted_once, sum_over_model
+from megatron.engines.gradient_norm import counted_once, sum_over_model
 from megatron.engines.state import optimizer_name
 from megatron.launch.distributed import distributed
 from megatron.launch.environment import describe_cuda

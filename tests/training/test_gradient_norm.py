@@ -5,7 +5,7 @@ import torch
 from support.programs import read_metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.engines.gradients import block_norms, sums_of_squares
+from megatron.engines.gradient_norm import block_norms, sums_of_squares
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,8 +14,8 @@ from torch.optim import SGD, Adagrad, AdamW
 from megatron.checkpoint.tracker import publish
 from megatron.engines.optimizers import Lion
 from megatron.engines.optimizers.muon import Matrix, Muon
+from megatron.engines.optimizers.skipping import scale_and_skip, takes_scale
 from megatron.engines.state import accept_any_adam
-from megatron.engines.zero import scale_and_skip, takes_scale
 
 SAVED = 3
 SETTINGS = (

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 from megatron.checkpoint import engine_files
 from megatron.checkpoint.engine_files import PinnedCopies
 from megatron.engines.gradients import GradientBucket
+from megatron.engines.sharded_weights import ShardedWeights
 from megatron.engines.transfers import Transfers, as_list
-from megatron.engines.zero import ZeroOptimizer
 from megatron.parallel import sequence
 from megatron.parallel.tensor import mappings
 
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[str, Faults]] = {
     "ZeRO 1": (
         "--zero-stage 1 --bf16 --grad-accum-dtype fp32",
         {
-            "weights": (ZeroOptimizer, "wait_for_weights", lambda optimizer, _=None: optimizer._gathering.clear()),
+            "weights": (ShardedWeights, "wait", lambda weights, _=None: weights._gathering.clear()),
             "gradients": (GradientBucket, "finish", gradients_are_not_awaited),
             "reused": (GradientBucket, "start", sent_gradients_are_used_again),
         },

@@ -1,8 +1,38 @@
-"""The base class of optimizers that skip a step on the device."""
+"""Steps that the device clips and skips, so that the host need not wait for the norm of the gradient."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+
+def takes_scale(optimizer: Any) -> bool:
+    """Whether ``optimizer`` divides gradients by its ``grad_scale``, and skips steps on the device.
+
+    Fused optimizers of torch do, Muon and Lion.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def scale_and_skip(optimizer: Any, norm: Tensor, divisor: Tensor) -> Tensor:
+    """Make the next step divide gradients by ``divisor`` [], or do nothing if ``norm`` [] is not finite.
+
+    Returns whether the step will be skipped, [].
+    """
+    skips = ~norm.isfinite()
+    optimizer.grad_scale, optimizer.found_inf = divisor.float(), skips.float()
+    if isinstance(optimizer, torch.optim.SGD):  # a skipped first step would leave new momentum uninitialized
+        for group in optimizer.param_groups if optimizer.defaults["momentum"] else ():
+            for weight in group["params"]:
+                if not optimizer.state[weight]:
+                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    return skips
+
+
+def clip_divisor(norm: Tensor, limit: float) -> Tensor:
+    """The divisor (at least 1) that clips a gradient of this ``norm`` at ``limit``."""
+    return ((norm + 1e-6) / limit).clamp(min=1.0)
 
 
 class SkippingOptimizer(Optimizer):
