@@ -1,9 +1,9 @@
 """The deepspeed command, with a truthful exit code and all variables for the ranks; started by tools/launch.py.
 
 DeepSpeed's runner exits with 0 if the launcher it started was killed by a signal: only positive codes are passed on.
-Of torch's and CUDA's variables it sends to other hosts none but NCCL's. SIGUSR1 and SIGHUP end it, and leave the ranks
-on other hosts training; if all ranks are on this host, any signal ends it, and the ranks with it, before they have
-saved. Here each signal ends the launchers, and they the ranks.
+Of torch's and CUDA's variables it sends to other hosts none but NCCL's. A signal ends it a second later or at once,
+before the ranks have saved, and ends the ranks of other runs on these hosts, too, or none. Here a signal goes to the
+launchers of this run, tools/_deepspeed_launcher.py, and this process waits for them.
 """
 
 import logging
@@ -11,8 +11,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from itertools import takewhile
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn
 
 import _project_root  # noqa: F401
@@ -20,8 +23,9 @@ import psutil
 
 from megatron.checkpoint.folder_lock import RUN_VARIABLE
 from megatron.common.errors import ConfigError, LaunchError, first_line
+from megatron.common.processes import die_with_parent
 from megatron.launch.rank import EXIT_CODE_FOLDER
-from megatron.tools.cluster.remote import ALSO_SENT, device_kind
+from megatron.tools.cluster.remote import ALSO_SENT, device_kind, quote_for_pdsh
 from megatron.tools.cluster.supervise import FORWARDED
 
 _MODULE = "deepspeed.launcher.launch"
@@ -37,15 +41,34 @@ def with_log_level(words: Any) -> Any:
     return [*words[:place], f"--log_level={level}", *words[place:]]
 
 
+LAUNCHER = Path(__file__).resolve().with_name("_deepspeed_launcher.py")
+_PAUSE = 2.0
+SESSION = f"ranks-{os.getpid()}-{time.time_ns()}"
+"""Argument of the launchers on other hosts, which tells them from those of other runs."""
+
+
+def with_own_launcher(words: Any) -> Any:
+    """The command of pdsh, or for this host, with ``LAUNCHER`` in place of DeepSpeed's."""
+    if not (isinstance(words, list) and _MODULE in words):
+        return words
+    place = words.index(_MODULE)
+    before, python, after = words[: place - 3], words[place - 3], words[place + 1 :]
+    if words[0] == "pdsh":  # the shell of a host must not be between ssh and the launcher
+        return [*before, "exec", python, "-u", quote_for_pdsh(str(LAUNCHER)), SESSION, *after]
+    return [*before, python, "-u", str(LAUNCHER), "", *after]
+
+
 class _Remembered(subprocess.Popen):
-    """A child process that is known by ``all`` when the runner has forgotten it."""
+    """A child process that is known by ``all`` when the runner has forgotten it, and ends with this process."""
 
     all: list[subprocess.Popen] = []
     ended: list[subprocess.Popen] = []
     """Those that a first signal has ended."""
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*[with_log_level(words) for words in args], **kwargs)
+        parent, self.env = os.getpid(), kwargs.get("env")
+        own = [with_own_launcher(with_log_level(words)) for words in args]
+        super().__init__(*own, preexec_fn=lambda: die_with_parent(parent), **kwargs)
         self.all.append(self)
 
 
@@ -57,26 +80,35 @@ def handle_signals() -> None:
 
 
 def end_launchers(number: int, frame: FrameType | None) -> None:
-    """Do what DeepSpeed's runner does after SIGTERM, if it started launchers on several hosts.
+    """Send SIGTERM to the launchers, which end the ranks; the runner waits for them. A second signal kills the ranks.
 
-    Otherwise send SIGTERM to the launcher of this host, which ends the ranks one after the other; the runner waits for
-    it. A second signal kills the ranks. Before there is a launcher the signal has its default effect.
+    Before there is a launcher the signal has its default effect.
     """
-    handler = signal.getsignal(signal.SIGTERM)
-    running = [child for child in _Remembered.all if child.args[2:4] == ["-m", _MODULE] and child.poll() is None]
-    if callable(handler) and handler is not end_launchers:
-        handler(number, frame)
-    elif running:
-        for launcher in running:
-            if launcher in _Remembered.ended:
-                for rank in psutil.Process(launcher.pid).children():
-                    rank.kill()
-            else:
-                _Remembered.ended.append(launcher)
-                launcher.terminate()
-    else:
+    running = [child for child in _Remembered.all if str(LAUNCHER) in " ".join(child.args) and child.poll() is None]
+    for launcher in running:
+        is_second = launcher in _Remembered.ended
+        _Remembered.ended.append(launcher)
+        if launcher.args[0] == "pdsh" and is_second:
+            launcher.kill()  # each connection ends with pdsh, and with it the ranks of a host
+        elif launcher.args[0] == "pdsh":
+            threading.Thread(target=_end_on_hosts, args=(launcher,), daemon=True).start()
+        elif is_second:
+            for rank in psutil.Process(launcher.pid).children():
+                rank.kill()
+        else:
+            launcher.terminate()
+    if not running:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+def _end_on_hosts(pdsh: subprocess.Popen) -> None:
+    """Send SIGTERM to the launcher of each host; again to all, which ignore it, while one of them has not started."""
+    options = takewhile(lambda word: word and not word.rstrip().endswith(";"), pdsh.args)
+    # Not to pdsh and ssh, whose command lines have the session, too.
+    command = [*options, "pkill", "-f", quote_for_pdsh(rf"^\S*python.*{SESSION}")]
+    while pdsh.returncode is None and subprocess.run(command, env=pdsh.env, stderr=subprocess.DEVNULL).returncode:
+        time.sleep(_PAUSE)
 
 
 def main() -> None:
@@ -86,6 +118,7 @@ def main() -> None:
 
     handle_signals()
     subprocess.Popen = _Remembered
+    runner.signal = SimpleNamespace(SIGINT=signal.SIGINT, SIGTERM=signal.SIGTERM, signal=lambda *_: None)
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Unable to find hostfile" not in record.getMessage())
     runner.EXPORT_ENVS += ALSO_SENT
     if RUN_VARIABLE in os.environ:  # an elastic run: its ranks leave their exit codes in a folder that hosts share

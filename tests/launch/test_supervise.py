@@ -23,6 +23,7 @@ from megatron.tools.cluster.supervise import supervise
 sys.exit(supervise(sys.argv[1:], os.environ).code)
 """
 BEGUN = 'touch "$RANK_EXIT_CODES/rank 0"; touch "$RANK_EXIT_CODES/rank 1"; '
+ENDED = 'echo -n 143 > "$RANK_EXIT_CODES/rank 0"; exit 143'
 NONE_STARTED = "no rank has started: ssh or what it started has failed; tools/doctor.py looks for the cause"
 EXITED = "-c: error: the launcher exited with 0, but"
 
@@ -88,7 +89,10 @@ def test_a_watch_knows_that_a_signal_was_forwarded() -> None:
     assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize(("end", "code"), [("exit 75", 75), ("exit 0", 0), ("exit 1", 138), (f"{BEGUN}exit 247", 138)])
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("exit 75", 75), ("exit 0", 0), ("exit 1", 138), (f"{BEGUN}exit 247", 138), ("exit 6", 6), (ENDED, 138)],
+)
 def test_a_signal_is_forwarded_from_the_first_moment_on(end: str, code: int) -> None:
     process = supervised(f"trap '{end}' USR1; kill -USR1 $PPID; while true; do sleep 0.1; done")
     assert process.wait() == code
@@ -157,21 +161,37 @@ def test_any_signal_to_the_runner_ends_the_launchers(monkeypatch) -> None:
     assert handlers.pop(signal.SIGHUP) == signal.SIG_IGN, "by nohup"
     assert list(handlers.values()) == [runner.end_launchers] * 3
     ssh, launcher = (
-        SimpleNamespace(args=["x", "-u", "-m", name], poll=lambda: None) for name in ("ssh", runner._MODULE)
+        SimpleNamespace(args=["x", "-u", name], poll=lambda: None) for name in ("ssh", str(runner.LAUNCHER))
     )
     launcher.terminate, launcher.pid = lambda: done.append("ended"), 5
     rank = SimpleNamespace(kill=lambda: done.append("killed"))
     monkeypatch.setattr(runner.psutil, "Process", lambda pid: SimpleNamespace(children=lambda: [rank]))
     monkeypatch.setattr(runner._Remembered, "all", [ssh, launcher])
+    monkeypatch.setattr(runner._Remembered, "ended", [])
     for number in handlers:
         handlers[number](number, None)
     assert done == ["ended", "killed", "killed"]
     runner._Remembered.all.pop()
     handlers[signal.SIGUSR1](signal.SIGUSR1, None)
     assert handlers[signal.SIGUSR1] == signal.SIG_DFL and done.pop() == (os.getpid(), signal.SIGUSR1)
-    handlers[signal.SIGTERM] = lambda number, _: done.append(number)
-    runner.end_launchers(signal.SIGUSR1, None)
-    assert done.pop() == signal.SIGUSR1, "by DeepSpeed's handler"
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([75, 75], 75),
+        ([75, -15], 75),  # the second one had just begun
+        ([143, -15], 143),
+        ([0, 0], 0),
+        ([75, 6, 7], 6),
+        ([75, -9], 6),
+    ],
+)
+def test_the_code_of_the_ranks_of_a_host_after_a_signal(monkeypatch, codes: list[int], code: int) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from _deepspeed_launcher import code_after_signal
+
+    assert code_after_signal(codes) == code
 
 
 @pytest.mark.parametrize(("words", "visible"), [(["--include=localhost:99"], ""), ([], "99"), ([], "GPU-8a1b")])

@@ -22,19 +22,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 LAUNCHER = "deepspeed.launcher.launch"
+OWN_LAUNCHER = str(Path(__file__).parents[2] / "tools" / "_deepspeed_launcher.py")
 LAUNCHER_NAME, RANK_NAME = "launcher", "rank"
 """As ps and pkill show the processes."""
 CLIENT = f"""#!{sys.executable} -IS
 import json, os, signal, socket, sys
 words = sys.argv[1:]
-if words[:3] != ["-u", "-m", "{LAUNCHER}"]:
+if words[:3] != ["-u", "-m", "{LAUNCHER}"] and words[:2] != ["-u", "{OWN_LAUNCHER}"]:
     os.environ["PYTHONPATH"] = os.path.dirname(__file__)
     os.execv("{sys.executable}", ["{sys.executable}", *words])
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect(os.path.dirname(__file__) + "/warm")
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda number, _: server.send(str(number).encode()))
-asked = json.dumps([words[3:], dict(os.environ), os.getcwd()]).encode()
+asked = json.dumps([words[1:], dict(os.environ), os.getcwd()]).encode()
 socket.send_fds(server, [asked], [0, 1, 2])
 code = int(server.recv(100) or -9)
 if code < 0:
@@ -94,7 +95,12 @@ def _attend(client: socket.socket) -> NoReturn:
         os.setsid()
         os.chdir(folder)
         subprocess.Popen = _Forked  # type: ignore[misc]
-        _be(LAUNCHER_NAME, partial(runpy.run_module, LAUNCHER, run_name="__main__"), [LAUNCHER, *words], environ)
+        if words[0] == "-m":
+            words = words[1:]
+            run = partial(runpy.run_module, LAUNCHER, run_name="__main__")
+        else:
+            run = partial(runpy.run_path, OWN_LAUNCHER, run_name="__main__")
+        _be(LAUNCHER_NAME, run, words, environ)
     for descriptor in descriptors:
         os.close(descriptor)
     ended = os.pidfd_open(launcher)
@@ -126,6 +132,8 @@ class _Forked(subprocess.Popen):
 def _be(name: str, run: Callable[[], Any], words: list[str], environ: dict[str, str]) -> NoReturn:
     """Become a program: what /proc says of the process, too."""
     os.closerange(3, 4096)  # a parent waits until its fork has closed a pipe
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which subprocess has restored, and python ignores
         signal.signal(number, signal.SIG_IGN)
     os.environ.clear()

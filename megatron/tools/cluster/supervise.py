@@ -112,7 +112,7 @@ def _exit_code(code: int, forwarded: Sequence[int], codes: Mapping[int, str], ha
     by = _by_signal(code)
     if forwarded and set(codes.values()) == {str(PREEMPTED)}:  # DeepSpeed's launchers exit with another code
         code = PREEMPTED
-    elif len(forwarded) > 1 or (forwarded and not any(codes.values()) and code > 0 and code not in FINAL):
+    elif len(forwarded) > 1 or (forwarded and _ends_by_signal(code, codes)):
         code = 128 + forwarded[-1]
     elif code == _SSH_FAILED and not codes:
         print_error("no rank has started: ssh or what it started has failed; tools/doctor.py looks for the cause")
@@ -126,6 +126,12 @@ def _exit_code(code: int, forwarded: Sequence[int], codes: Mapping[int, str], ha
     elif by and "" in codes.values():  # another rank of this host has reported it
         code = LaunchError.exit_code
     return 128 - code if code < 0 else code or _code_of_ranks(codes)
+
+
+def _ends_by_signal(code: int, codes: Mapping[int, str]) -> bool:
+    """Whether the signal itself has ended the ranks, which get SIGTERM in its place, or the launcher."""
+    has_own = code <= 0 or code in {*FINAL, LaunchError.exit_code} or any(codes.values())
+    return code == 128 + signal.SIGTERM or not has_own
 
 
 def _by_signal(code: int) -> str:
