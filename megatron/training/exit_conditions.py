@@ -22,7 +22,7 @@ class ExitConditions:
         self._run = run
         self._start = time.monotonic()
         self.exit_code = 0
-        """Exit code of the process, set by ``due``."""
+        """Exit code of the process, set by ``requested``."""
         self._signal = ExitSignal(self._exit_at_start)
 
     def defer_signals(self) -> None:
@@ -43,14 +43,19 @@ class ExitConditions:
 
     def due(self, iteration: int, signal_number: float, is_late: float) -> str | None:
         """The reason to exit after ``iteration``, or None. Give it the maximum of all ranks' requests."""
+        if (reason := self.requested(signal_number, is_late)) is not None:
+            return reason
+        interval = self._run.train.exit_interval
+        return f"--exit-interval {interval}" if due(iteration, interval) else None
+
+    def requested(self, signal_number: float, is_late: float) -> str | None:
+        """The reason to exit at once, or None. Give it the maximum of all ranks' requests."""
         train, number = self._run.train, int(signal_number)
         if number:
             self.exit_code = self._exit_code(number)
             return f"received {signal.Signals(number).name}"
         if is_late:
             return f"--exit-duration-in-mins {train.exit_duration_in_mins} have passed"
-        if due(iteration, train.exit_interval):
-            return f"--exit-interval {train.exit_interval}"
         return None
 
 

@@ -133,8 +133,8 @@ class MetricsLogger:
         _write_or_close(self._file, _FILE, lambda file: file.close())
         _write_or_close(self._board, _BOARD, lambda board: board.close())
 
-    def report(self, iteration: int, status: StepStatus, measured: Mapping[str, Any]) -> None:
-        """Log the iteration that ends a log interval, and start the next one; for other iterations only print the line.
+    def report(self, iteration: int, status: StepStatus, measured: Mapping[str, Any], *, is_last: bool = False) -> None:
+        """Log the iteration that ends a log interval, or the run, and start the next one; for others only print it.
 
         ``measured`` has the values of ``means()``, ``grad_norm``, and the metrics of callbacks by name.
         """
@@ -166,7 +166,7 @@ class MetricsLogger:
         shown = {name: value for name, value in values.items() if name != "loss_scale" or self._run.precision.fp16}
         further_names = [*parts, *_norms_and_counts(further)]
         self.info(_progress_line(iteration, train.train_iters, averaged, shown, further_names))
-        if self._run.is_logged(iteration):
+        if is_last or self._run.is_logged(iteration):
             self._losses, self._loss_parts, self._samples, self._since = [], [], 0, time.monotonic()
             self.record(iteration, values)
 

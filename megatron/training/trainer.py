@@ -38,7 +38,8 @@ class Step(NamedTuple):
     """By name: the maxima over all ranks (``AGREED``), and the values to log."""
 
 
-AGREED = ("largest loss", "checkpoint", "signal", "is late")
+REQUEST = ("signal", "is late")
+AGREED = ("largest loss", "checkpoint", *REQUEST)
 """Names of values reduced to their maximum over all ranks; "checkpoint" is ``Checkpointer.state``."""
 
 
@@ -108,9 +109,9 @@ class Trainer:
         return due(iteration, config.snapshot_interval) and not is_saved
 
     def evaluate(self, iteration: int, split: str = "valid") -> None:
-        """Log the mean loss over the next ``--eval-iters`` global batches of ``split``."""
+        """Log the mean loss over the next ``--eval-iters`` global batches of ``split``, unless the run is to exit."""
         config = self.run.train
-        if not config.eval_iters or not self.data.has(split):
+        if not config.eval_iters or not self.data.has(split) or self.exit_conditions.exit_code:
             return
         self.progress.enter("evaluation", iteration)
         self.engine.set_train_batch_size(config.global_batch_size * self.run.parallel.samples_counted)
@@ -118,8 +119,21 @@ class Trainer:
             earlier = max(iteration - 1, 0) // config.eval_interval if split == "valid" else 0
             batches = self.data.evaluation(split, earlier)
             what = f"evaluating on the {split} split after iteration {iteration}"
-            losses = [eval_batch(self.engine, batches, self.hooks) for _ in self.log.counting(config.eval_iters, what)]
+            losses, requests = list[Tensor](), deque[HostCopy]()
+            for number in self.log.counting(config.eval_iters, what):
+                losses.append(eval_batch(self.engine, batches, self.hooks))
+                if reason := self._reason_to_stop(losses[-1], requests):
+                    self.log.info(f"  {what}: stopped after {number + 1} of {config.eval_iters} batches: {reason}")
+                    return
             self.log.evaluation(iteration, torch.stack(losses).mean().item(), split)
+
+    def _reason_to_stop(self, loss: Tensor, requests: deque[HostCopy]) -> str | None:
+        """Why to stop the evaluation, on all ranks alike. On a GPU as of the batch before: the host need not wait."""
+        _, *request = max_across_ranks(loss, *self.exit_conditions.local_request())
+        requests.append(HostCopy(dict(zip(REQUEST, request, strict=True))))
+        if len(requests) == 1 and not requests[0].has_arrived:
+            return None
+        return self.exit_conditions.requested(*requests.popleft().read().values())
 
     def save(self, iteration: int) -> int:
         """Save a checkpoint if ``--save`` is given and the weights are good. Returns ``iteration``."""
@@ -171,6 +185,8 @@ class Trainer:
             if iteration < config.train_iters:
                 early_exit = self.exit_conditions.due(iteration, *request)
         if early_exit:
+            if not self.run.is_logged(iteration):
+                self._log_rest(iteration)
             self.log.info(f"exiting after iteration {iteration}: {early_exit}")
         if last_saved != iteration:
             self.save(iteration)
@@ -178,6 +194,12 @@ class Trainer:
         if self.snapshots is not None and self.anomalies.weights_are_good:  # the state is on disk
             self.snapshots.remove()
         return iteration, early_exit
+
+    def _log_rest(self, iteration: int) -> None:
+        """Log the iterations up to ``iteration``, which no log interval ends."""
+        status = step_status(self.engine)
+        means = HostCopy(self.log.means() | {"grad_norm": status.grad_norm})
+        self.log.report(iteration, status, means.read(), is_last=True)
 
     def _waits_after(self, iteration: int) -> bool:
         """Whether the host waits for the GPU after ``iteration``, to evaluate, save, take a snapshot, log or exit."""

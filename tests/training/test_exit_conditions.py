@@ -31,6 +31,34 @@ def test_a_signal_during_an_evaluation_does_not_wait_for_another_iteration(progr
     assert [path.name for path in tmp_path.glob("ck/global_step*")] == ["global_step2"]
 
 
+@pytest.mark.parametrize("layout", ["", "--pipe-parallel-size 2"])
+def test_a_signal_ends_an_evaluation(programs, tmp_path, layout: str) -> None:
+    """On all ranks after the same batch; what was not evaluated is not logged."""
+    words = (*SETTINGS, *layout.split(), "--eval-iters", "200", "--eval-interval", "2")
+    places = ("--save", tmp_path / "ck", "--metrics-file", tmp_path / "metrics")
+    left = programs.faulty(2, "evaluation 1 2 SIGTERM", *words, *places)
+    assert left.returncode == 75 and "stopped after 1 of 200 batches: received SIGTERM" in left.output, left.output
+    assert not [line for line in read_metrics(tmp_path / "metrics") if "validation_loss" in line]
+    assert (tmp_path / "ck" / "latest").read_text() == "global_step2"
+
+
+def test_a_signal_ends_the_last_evaluation(programs, tmp_path) -> None:
+    """Nothing is left to train, but the run has not finished."""
+    words = (*SETTINGS, "--eval-iters", "200", "--eval-interval", "6", "--save", tmp_path / "ck")
+    left = programs.faulty(1, "evaluation 0 6 SIGTERM", *words)
+    assert left.returncode == 75 and (tmp_path / "ck" / "latest").read_text() == "global_step6", left.output
+
+
+def test_losses_since_the_last_logged_iteration_are_logged_before_the_exit(programs, tmp_path) -> None:
+    words = (*SETTINGS, "--save", tmp_path / "ck", "--metrics-file")
+    programs.pretrain(1, *SETTINGS, "--log-interval", "1", "--metrics-file", tmp_path / "whole").ok()
+    assert programs.faulty(1, "signal 0 5 SIGTERM", *words, tmp_path / "m", "--log-interval", "3").returncode == 75
+    whole, (first, rest) = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "m")
+    assert (first["iteration"], rest["iteration"]) == (3, 5)
+    assert rest["lm_loss"] == pytest.approx((whole[3]["lm_loss"] + whole[4]["lm_loss"]) / 2)
+    assert rest["grad_norm"] == whole[4]["grad_norm"] and rest["consumed_samples"] == whole[4]["consumed_samples"]
+
+
 @pytest.mark.parametrize(
     ("signals", "save", "code"),
     [("SIGUSR1", True, 75), ("SIGUSR1", False, 138), ("SIGUSR1 SIGTERM", True, 143)],
