@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 """Variables that only launchers set: torchrun, deepspeed and the implementations of mpirun."""
+_DEEPSPEED_LAUNCHERS = ("deepspeed.launcher.launch", "_deepspeed_launcher.py")
+"""Names of DeepSpeed's launcher of a host; ``tools/launch.py`` runs the last one."""
 _DEEPSPEED_RUNNERS = ("deepspeed.launcher.runner", "deepspeed", "_deepspeed_runner.py")
 """Names of the deepspeed command; ``tools/launch.py`` runs the last one."""
 
@@ -60,6 +62,24 @@ def exit_with_launcher(environ: Mapping[str, str]) -> None:
     die_with_parent()
     if "CROSS_RANK" in environ and (runner := _deepspeed_runner()) is not None:
         threading.Thread(target=_exit_after, args=(runner,), name="launcher", daemon=True).start()
+
+
+def leave_torchrun(environ: MutableMapping[str, str]) -> None:
+    """Drop the variables of a torchrun below which DeepSpeed's launcher has started this process.
+
+    Its store is not for the ranks of this run, none of which would host one.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ and "CROSS_RANK" in environ and _is_child_of(_DEEPSPEED_LAUNCHERS):
+        for name in ("LOCAL_WORLD_SIZE", *filter(lambda name: name.startswith("TORCHELASTIC_"), [*environ])):
+            environ.pop(name, None)
+
+
+def _is_child_of(programs: Sequence[str]) -> bool:
+    import psutil
+
+    with suppress(psutil.Error):
+        return any(os.path.basename(argument) in programs for argument in psutil.Process(os.getppid()).cmdline())
+    return False
 
 
 def _has_launcher(environ: Mapping[str, str]) -> bool:

@@ -18,7 +18,7 @@ from megatron.common.environment import rank as rank_of
 from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError, one_line, unusable_path
 from megatron.common.files import restrict_new_files
 from megatron.common.packages import required_packages
-from megatron.common.processes import exit_with_launcher
+from megatron.common.processes import exit_with_launcher, leave_torchrun
 from megatron.common.screen import ignore_lost_output, release_stderr
 from megatron.launch.host_limits import check_host, failure_of_host
 
@@ -57,6 +57,7 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     """
     ignore_lost_output()
     exit_with_launcher(os.environ)
+    leave_torchrun(os.environ)
     faulthandler.enable(os.dup(2))  # a crash in a library shows its stack, even while stderr is buffered
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt during an import may be lost

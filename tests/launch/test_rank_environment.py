@@ -1,5 +1,6 @@
 """What a rank sets before torch is imported, unless the user has set it: threads, CUDA's variables, the allocator."""
 
+import base64
 import os
 import subprocess
 import sys
@@ -182,3 +183,31 @@ def test_versions_of_torch(installed: str, ending: str, monkeypatch, capsys) -> 
     with pytest.raises(ConfigError, match=installed.split("+")[0]) if ending == "error" else nullcontext():
         environment.check_torch(is_main_rank=True)
     assert bool(capsys.readouterr().err) == (ending == "warning")
+
+
+RANK = """
+import os
+from megatron.common.environment import ranks_on_host
+from megatron.launch.environment import hosts_store
+from megatron.launch.rank import run_rank
+run_rank(lambda: print(f"of {ranks_on_host(os.environ)}, hosts the store: {hosts_store(os.environ)}"))
+"""
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "outer", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "seen"),
+    [
+        (("-m", "deepspeed.launcher.launch"), ["of 2, hosts the store: False", "of 2, hosts the store: True"]),
+        (("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"), ["of 1, hosts the store: False"]),
+    ],
+)
+def test_ranks_of_deepspeed_below_torchrun_have_their_own_store(programs, tmp_path, launcher, seen) -> None:
+    """And those of a torchrun below DeepSpeed's launcher that of its agent."""
+    (tmp_path / "rank.py").write_text(RANK)
+    world = base64.urlsafe_b64encode(b'{"localhost": [0, 1]}').decode()
+    flags = [f"--world_info={world}"] if "deepspeed" in launcher[1] else []
+    outer = TORCHRUN if flags else {"CROSS_RANK": "0", "LOCAL_SIZE": "1"}
+    environ = {**outer, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(programs.root)}
+    done = programs.python(*launcher, *flags, tmp_path / "rank.py", **environ).ok()
+    assert sorted(line for line in done.output.splitlines() if line.startswith("of ")) == seen
