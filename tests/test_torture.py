@@ -15,7 +15,7 @@ from pathlib import Path
 from support.programs import TIME_LIMIT, TINY_MODEL, Programs
 from support.warm import exit_code, start_ranks
 
-from megatron.checkpoint.files import check_content, read_manifest
+from megatron.checkpoint.manifest import check_content, read_manifest
 from megatron.checkpoint.tracker import LATEST, newest
 from megatron.common.errors import CheckpointError
 

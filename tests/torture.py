@@ -29,8 +29,8 @@ from support import warm_hosts
 from support.hosts import INTERFACE, ROOT, Hosts
 from support.programs import TINY_MODEL, Programs, read_metrics
 
-from megatron.checkpoint.files import check_content, read_manifest
 from megatron.checkpoint.folder_lock import RUN_VARIABLE
+from megatron.checkpoint.manifest import check_content, read_manifest
 from megatron.checkpoint.tracker import newest
 from megatron.tools.command_line import ToolParser, run_tool
 

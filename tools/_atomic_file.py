@@ -10,9 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from megatron.checkpoint.files import MANIFEST, folder_problem
+from megatron.checkpoint.manifest import MANIFEST
 from megatron.common.errors import ConfigError, ResourceError
 from megatron.common.files import UNFINISHED, lacks_inodes, replace_file, signals_raised, sync, sync_folder
+from megatron.common.output_paths import folder_problem
 from megatron.common.reading import was_read
 from megatron.common.tokenizer_files import tokenizer_files, tokenizer_kind
 from megatron.config import RunConfig

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from _atomic_file import atomic_path, check_vacant
 
-from megatron.checkpoint.files import is_folder_name
 from megatron.checkpoint.folder_lock import LOCK, FolderLock, check_unlocked
 from megatron.checkpoint.tracker import holds_checkpoint
 from megatron.common.errors import ConfigError, ResourceError
+from megatron.common.output_paths import is_folder_name
 from megatron.tools.command_line import print_warnings
 from megatron.tools.convert.inspection import KINDS, FoundCheckpoint, find, verify
 

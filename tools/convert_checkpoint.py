@@ -36,12 +36,13 @@ from _conversion import (
     write_checkpoint,
 )
 
-from megatron.checkpoint.files import file_problem, replace_text
+from megatron.checkpoint.files import replace_text
 from megatron.checkpoint.folder_lock import check_unlocked
 from megatron.checkpoint.run_file import RUN_FILE
 from megatron.checkpoint.tracker import newest, tag_at
 from megatron.common.errors import CheckpointError, ConfigError, ResourceError
 from megatron.common.files import signals_raised
+from megatron.common.output_paths import file_problem
 from megatron.common.tokenizer_files import GPT2_BPE, tokenizer_files
 from megatron.launch.rank import run_rank
 from megatron.tools.command_line import ToolParser, check_values, print_warnings, run_tool

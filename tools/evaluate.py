@@ -25,9 +25,9 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 from _model_ranks import add_rank_flags, find_model, opened, write_result
 
-from megatron.checkpoint.files import outputs_in_one_place
 from megatron.common.errors import ConfigError
 from megatron.common.files import json_line
+from megatron.common.output_paths import outputs_in_one_place
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2, LLAVA, T5

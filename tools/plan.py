@@ -20,9 +20,9 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file, check_not_read, write_json
 
-from megatron.checkpoint.files import outputs_in_one_place
 from megatron.cli.presets import PRESETS
 from megatron.common.errors import ConfigError, counted
+from megatron.common.output_paths import outputs_in_one_place
 from megatron.model.architectures import ARCHITECTURES, GPT2
 from megatron.tools.command_line import (
     ToolParser,

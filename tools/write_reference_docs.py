@@ -32,7 +32,7 @@ from megatron.tools.command_line import ToolParser, output_folder, run_tool
 from megatron.tools.finetuning.request import build_parser as build_task_parser
 from megatron.tools.planning.schedule_costs import idle_share
 from megatron.tools.reporting.pictures import draw_schedules
-from megatron.training import learning_rates
+from megatron.training.lr_schedule import LRSchedule
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = "tutorials/recipe.md"
@@ -186,7 +186,7 @@ def rates() -> dict[str, list[float]]:
         f"{style}{', --classic-lr-decay' if classic else ''}": [schedule.learning_rate(n) for n in range(121)]
         for style in ("linear", "cosine", "exponential")
         for classic in (False, True)
-        for schedule in [learning_rates.Schedule(**values, decay_style=style, classic=classic)]
+        for schedule in [LRSchedule(**values, decay_style=style, classic=classic)]
     }
 
 

@@ -24,7 +24,7 @@ from benchmarks.comparing import Comparison, Quantity, Result, Seconds, alternat
 from benchmarks.measures.shapes import Shape
 from benchmarks.measures.suite import run_of
 from megatron.checkpoint.engine_files import EngineFiles, HostCopies
-from megatron.checkpoint.files import write_manifest
+from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.save import Checkpointer
 from megatron.checkpoint.snapshots import Snapshots
 from megatron.checkpoint.tensor_files import read_file, write_file

@@ -41,10 +41,11 @@ from benchmarks.comparing import Quantity
 from benchmarks.measures.ranks import ROOT
 from megatron.checkpoint import files, tracker
 from megatron.checkpoint.collective_errors import gathered
-from megatron.checkpoint.parameter_state import SavedStates, model_file, optimizer_file
+from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
+from megatron.checkpoint.saved_layout import model_file, optimizer_file
 from megatron.cli import parse_run
-from megatron.common.checkpoint_folders import make_subfolder, rank_file_path
+from megatron.common.checkpoint_folders import MANIFEST, make_subfolder, rank_file_path
 from megatron.config import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig
 from megatron.data.blend_order import BlendOrder
 from megatron.data.datasets import build_datasets
@@ -300,7 +301,7 @@ def _checkpoint(world: int, folder: Path) -> Found:
     began = time.perf_counter()
     verify(saved.path)
     verified = time.perf_counter() - began
-    size = (saved.path / files.MANIFEST).stat().st_size
+    size = (saved.path / MANIFEST).stat().st_size
     inspected = _seconds_of("tools/inspect_checkpoint.py", str(saved.path))
     merged = _seconds_of("tools/convert_checkpoint.py", "merge", str(saved.path), "--output", str(folder / "merged"))
     tracker.begin_tag(folder, tracker.tag_name(2))

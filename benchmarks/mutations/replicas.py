@@ -110,10 +110,10 @@ def ignored_accumulation() -> None:
 def wrong_learning_rate() -> None:
     if os.environ["RANK"] != "1":
         return
-    from megatron.training import learning_rates
+    from megatron.training.lr_schedule import LRSchedule
 
-    right = learning_rates.Schedule.learning_rate
-    learning_rates.Schedule.learning_rate = lambda self, *positions: right(self, *positions) / 2
+    right = LRSchedule.learning_rate
+    LRSchedule.learning_rate = lambda self, *positions: right(self, *positions) / 2
 
 
 # Pipelines.

@@ -13,7 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly, overridden_settings
-from megatron.checkpoint.files import Manifest, check_content, read_manifest
+from megatron.checkpoint.manifest import Manifest, check_content, read_manifest
 from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.resharding import load_resharded
 from megatron.checkpoint.run_file import SavedRun

@@ -9,12 +9,7 @@ partitioned over the data-parallel ranks. At ZeRO 3 it is the concatenation of a
 group, padded at the end.
 
 With expert parallelism, the parameter group of experts is partitioned over the ranks that hold the same experts.
-Otherwise DeepSpeed's files only contain the experts of the first rank of each expert group. The other ranks write
-additional files with their experts:
-
-    TAG/expert_rank_EE_mp_rank_RR_states.pt    {name: state} of the experts of rank EE of the group, from 1 on
-
-RR is the model-parallel rank, stage x tensor-parallel size + tensor rank.
+Otherwise ``expert_files`` have the experts of all ranks of an expert group but the first.
 
 Weights that are frozen (LoRA) have no optimizer state. They are stored with the other weights in DeepSpeed's files; at
 ZeRO 3 separately, in parts.
@@ -28,28 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from megatron.checkpoint.files import read_manifest
+from megatron.checkpoint.expert_files import WEIGHT, State, expert_file
+from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.run_file import SavedRun
-from megatron.checkpoint.saved_layout import SavedLayout
+from megatron.checkpoint.saved_layout import model_file, optimizer_file
 from megatron.checkpoint.stored import Piece, Shard, Stored, StoredFile, joined
 from megatron.checkpoint.tensor_files import read_file
-from megatron.common.checkpoint_folders import existing_rank_file
 from megatron.common.errors import CheckpointError
-from megatron.config import RunConfig
-from megatron.engines.state import parameter_states
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import parameter_prefix
-from megatron.parallel import coordinates
-from megatron.parallel.expert import expert_group_of
 
-State = dict[str, Any]
-"""The state of a parameter by name: its weight, and the optimizer's moments and step count."""
-WEIGHT = "fp32"
-"""Name of the weight."""
 _OF_MATRICES = ("row_var", "col_var")
 """Adafactor's sums over the rows and columns of a matrix, which cannot be resharded."""
 Shapes = Mapping[str, torch.Size]
@@ -298,21 +283,6 @@ def _state(
     return state
 
 
-def model_file(folder: Path, layout: SavedLayout, mp_rank: int, zero_rank: int = 0) -> Path:
-    """DeepSpeed's file of model-parallel rank ``mp_rank`` = stage x tensor-parallel size + tensor rank.
-
-    At ZeRO 3 each data-parallel rank has one.
-    """
-    prefix = f"zero_pp_rank_{zero_rank}_" if layout.zero_stage == 3 else ""
-    return existing_rank_file(folder / f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt")
-
-
-def optimizer_file(folder: Path, layout: SavedLayout, zero_rank: int, mp_rank: int) -> Path:
-    """DeepSpeed's file of the optimizer's partition ``zero_rank`` of model-parallel rank ``mp_rank``."""
-    prefix = "bf16_" if layout.precision == "bf16" else ""
-    return existing_rank_file(folder / f"{prefix}zero_pp_rank_{zero_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
-
-
 def _consecutive_spans(lengths: Mapping[str, int], paddings: Sequence[int] | None = None) -> dict[str, slice]:
     """Consecutive spans of ``lengths`` by name, each followed by its number of padding elements."""
     spans, start = {}, 0
@@ -332,28 +302,3 @@ def numbered_state(base: Mapping[str, Any], number: int) -> dict[str, Any]:
 def is_flat(value: Any) -> bool:
     """Whether ``value`` is a tensor with the weight's elements, not a number."""
     return isinstance(value, Stored | Shard) or (isinstance(value, Tensor) and value.dim() > 0)
-
-
-def expert_file(folder: Path, expert_rank: int, mp_rank: int) -> Path:
-    """The file of one rank of an expert group."""
-    return existing_rank_file(folder / f"expert_rank_{expert_rank:02d}_mp_rank_{mp_rank:02d}_states.pt")
-
-
-def own_experts(engine: DeepSpeedEngine, run: RunConfig, folder: Path) -> tuple[Path, dict[str, State]] | None:
-    """The expert file that this rank must write into ``folder``, and its content; None if it writes none.
-
-    One of the ranks that hold the same experts writes it. With ZeRO the optimizer state is in DeepSpeed's files.
-    """
-    parallel, coordinate = run.parallel, coordinates(run.parallel, dist.get_rank())
-    replica, expert_rank = divmod(coordinate["data"], parallel.expert_model_parallel_size)
-    if replica > 0 or expert_rank == 0:
-        return None
-    has_state = run.zero.zero_stage == 0 and not run.checkpoint.no_save_optim
-    states = parameter_states(engine) if has_state else {}
-    content = {
-        name: {**states.get(name, {}), WEIGHT: parameter.detach()}
-        for name, parameter in engine.module.named_parameters()
-        if expert_group_of(parameter) is not None
-    }
-    mp_rank = coordinate["pipe"] * parallel.model_parallel_size + coordinate["tensor"]
-    return expert_file(folder, expert_rank, mp_rank), content

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.checkpoint.collective_errors import on_all_ranks
-from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State, model_file, optimizer_file
+from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State
 from megatron.checkpoint.run_file import SavedRun
+from megatron.checkpoint.saved_layout import model_file, optimizer_file
 from megatron.checkpoint.schema import (
     Updates,
     check_numbers,

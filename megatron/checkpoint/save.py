@@ -5,14 +5,10 @@ and when everything is on disk, rank 0 commits the folder as the newest checkpoi
 """
 
 import json
-import os
 import re
 import shutil
-import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,20 +20,19 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.serialization import set_crc32_options
 
 from megatron.checkpoint import tracker
-from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ranks, on_rank_0
+from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_rank_0
 from megatron.checkpoint.engine_files import EngineFiles, HostCopies, StateFile, bytes_of, pinned_copies
+from megatron.checkpoint.expert_files import own_experts
 from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text, write_text
-from megatron.checkpoint.folder_lock import LOCK, FolderLock, Owner, owner_of
+from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
-from megatron.checkpoint.parameter_state import own_experts
-from megatron.checkpoint.run_file import RUN_FILE, describe
+from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
 from megatron.checkpoint.sample_history import Segment
 from megatron.checkpoint.tensor_files import with_identity, write_file
 from megatron.common.checkpoint_folders import make_subfolder, rank_file_path
-from megatron.common.errors import CheckpointError, ConfigError, UserError, first_line
+from megatron.common.errors import CheckpointError, UserError, first_line
 from megatron.config import ModelConfig, RunConfig
 from megatron.engines.state import optimizer_name, parameter_shapes, save_state
-from megatron.launch.rank import exit_now
 from megatron.model.architectures import architecture_of
 
 SETTINGS_FILE = "run.yaml"
@@ -57,48 +52,6 @@ class _Save:
     """The files of this rank."""
 
 
-@contextmanager
-def lock_folder(run: RunConfig) -> Iterator[FolderLock | None]:
-    """Hold the lock of ``--save`` on rank 0 inside the block; None on other ranks, or without a folder.
-
-    Every rank must enter it. Once another run has taken the lock, the process ends with exit code 4.
-    Raises CheckpointError on all ranks if another run holds the lock, or the folder cannot be written; ConfigError if
-    not all hosts share the folder.
-    """
-    lock = None
-    if run.checkpoint.save and dist.get_rank() == 0:
-        lock = FolderLock(Path(run.checkpoint.save), when_lost=partial(exit_now, exit_code=CheckpointError.exit_code))
-    on_rank_0(lambda: disk_errors(lock.folder, LOCK, 0)(lock.take)() if lock else None)
-    try:
-        if run.checkpoint.save:
-            owner = on_rank_0(lambda: owner_of(lock.folder) if lock else None)
-            is_first = not run.parallel.local_rank  # one rank of each host asks, not each of thousands
-            on_all_ranks(lambda: _check_shared(Path(str(run.checkpoint.save)), owner) if is_first else None)
-        yield lock
-    finally:
-        if lock:
-            lock.release()
-
-
-def _check_shared(folder: Path, owner: Owner | None) -> None:
-    """Raise ConfigError unless this rank sees the lock of the folder that ``owner``, rank 0, has taken."""
-    for _ in range(_LOOKS):
-        for place in (folder.parent, folder):
-            with suppress(OSError):
-                os.listdir(place)  # so that a network file system asks its server
-        if owner_of(folder) == owner:
-            return
-        time.sleep(1)
-    raise ConfigError(
-        f"--save {folder}: not the folder of rank 0, but another one on {socket.gethostname()}: name one that all "
-        "hosts share"
-    )
-
-
-_LOOKS = 10
-"""Maximum number of looks for the lock, one second apart."""
-
-
 class Checkpointer:
     """Saves the checkpoints of a run, one at a time. Every rank must call every method.
 
@@ -108,7 +61,7 @@ class Checkpointer:
 
     Args:
         log: called with lines for the user.
-        history: sample history of the checkpoint that the run resumed.
+        saved: the checkpoint that the run loads.
         lock: lock of the folder, on the rank that holds it.
         settings: content of a settings file for ``--config``, which is saved in the folder.
     """
@@ -118,20 +71,20 @@ class Checkpointer:
         engine: DeepSpeedEngine,
         run: RunConfig,
         log: Callable[[str], None],
-        history: Sequence[Segment] = (),
+        saved: SavedRun | None = None,
         lock: FolderLock | None = None,
         settings: str = "",
     ):
-        self.engine, self._run, self._log, self._history = engine, run, log, history
+        self.engine, self._run, self._log = engine, run, log
         self._lock, self._settings = lock, settings
+        self._history: Sequence[Segment] = saved.history if saved and not run.checkpoint.finetune else ()
+        self._newest_is_own = not tracker.replaces_others(run, saved)
         self._folder = Path(run.checkpoint.save or "")  # without --save nothing uses it
         copies = (pinned_copies(engine) or HostCopies()) if run.checkpoint.async_save else None
         self._files = EngineFiles(copies)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._in_flight: _Save | None = None
         self._failure: UserError | None = None
-        self.newest_is_own = True
-        """Whether the newest checkpoint in the folder, if there is one, is of the run that goes on."""
         engine.checkpoint_engine = self._files
         if run.checkpoint.save:
             on_rank_0(disk_errors(self._folder, "ds_config.json", 0)(self._prepare))
@@ -148,6 +101,11 @@ class Checkpointer:
         self._guarded(iteration, lambda: self._begin(iteration, skipped_samples))
         if not self._run.checkpoint.async_save:
             self._complete()
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether the folder holds a checkpoint, and the newest one is of the run that goes on."""
+        return bool(self._run.checkpoint.save) and self._newest_is_own and tracker.holds_checkpoint(self._folder)
 
     @property
     def state(self) -> int:
@@ -269,7 +227,7 @@ class Checkpointer:
             tracker.commit_tag(folder, save.iteration, records, self._run.checkpoint)
 
         gathered_on_rank_0(written, commit)
-        self._failure, self.newest_is_own = None, True
+        self._failure, self._newest_is_own = None, True
         self._log(f"  saved {folder / tracker.tag_name(save.iteration)}")
 
     def _guarded(self, iteration: int, step: Callable[[], None]) -> None:

@@ -5,8 +5,10 @@ No torch here.
 
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
+from megatron.common.checkpoint_folders import existing_rank_file
 from megatron.config import RunConfig
 from megatron.model.partition import layers_per_chunk
 
@@ -131,3 +133,18 @@ def layout_keys() -> dict[str, str]:
 
 def _saved_fields() -> list[Field]:
     return [entry for entry in fields(SavedLayout) if entry.metadata]
+
+
+def model_file(folder: Path, layout: SavedLayout, mp_rank: int, zero_rank: int = 0) -> Path:
+    """DeepSpeed's file of model-parallel rank ``mp_rank`` = stage x tensor-parallel size + tensor rank.
+
+    At ZeRO 3 each data-parallel rank has one.
+    """
+    prefix = f"zero_pp_rank_{zero_rank}_" if layout.zero_stage == 3 else ""
+    return existing_rank_file(folder / f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt")
+
+
+def optimizer_file(folder: Path, layout: SavedLayout, zero_rank: int, mp_rank: int) -> Path:
+    """DeepSpeed's file of the optimizer's partition ``zero_rank`` of model-parallel rank ``mp_rank``."""
+    prefix = "bf16_" if layout.precision == "bf16" else ""
+    return existing_rank_file(folder / f"{prefix}zero_pp_rank_{zero_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")

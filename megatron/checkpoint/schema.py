@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ranks
-from megatron.checkpoint.files import gone
+from megatron.checkpoint.manifest import gone
 from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State, numbered_state
 from megatron.checkpoint.run_file import SavedRun
 from megatron.common.checkpoint_folders import existing_rank_file

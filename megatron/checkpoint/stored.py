@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import Record, check_content
+from megatron.checkpoint.files import Record
+from megatron.checkpoint.manifest import check_content
 from megatron.checkpoint.tensor_files import check_identity, read_file
 from megatron.common.reading import read_into, regular
 from megatron.model.spec import ParameterSpec

@@ -23,17 +23,15 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.compatibility import check_compatible
-from megatron.checkpoint.files import (
+from megatron.checkpoint.files import make_folder, replace_text, write_text
+from megatron.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     check_content,
     check_sizes,
-    make_folder,
     read_manifest,
     read_text,
-    replace_text,
     write_manifest,
-    write_text,
 )
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, checked_description
 from megatron.checkpoint.sample_history import check_history

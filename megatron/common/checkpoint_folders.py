@@ -12,6 +12,8 @@ from pathlib import Path
 
 from megatron.common.files import folder_mode
 
+MANIFEST = "manifest.json"
+"""Name of the file that marks a complete checkpoint."""
 FLAT = 1024
 _BLOCK = 1000
 _RANK_FILE = re.compile(r"rng_state_(\d+)\.pt|\w+_rank_(\d+)_mp_rank_(\d+)_\w+\.pt")

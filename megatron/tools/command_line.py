@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron.checkpoint.files import file_problem, folder_problem
 from megatron.cli.layer import group, is_flag, read_layer
 from megatron.cli.parser import build_parser
 from megatron.cli.provided import read_number
@@ -25,6 +24,7 @@ from megatron.common.errors import (
     unusable_path,
 )
 from megatron.common.files import restrict_new_files
+from megatron.common.output_paths import file_problem, folder_problem
 from megatron.common.reading import check_regular, unreadable_arguments
 from megatron.common.screen import ignore_lost_output
 from megatron.config.fields import inside, interval_as_text

@@ -113,8 +113,8 @@ def train(run: RunConfig, callbacks: Sequence[Callback], program: Program | None
 
     exit_conditions = ExitConditions(run)  # from here on, signals end the run in an orderly way; others import torch
 
+    from megatron.checkpoint.collective_lock import lock_folder
     from megatron.checkpoint.compatibility import at_saved_sample
-    from megatron.checkpoint.save import lock_folder
     from megatron.checkpoint.snapshot_recovery import select_newest
     from megatron.checkpoint.snapshots import requested_snapshots
     from megatron.cli.settings_file import settings_text

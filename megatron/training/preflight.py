@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.checkpoint.files import file_problem, folder_problem, outputs_in_one_place
 from megatron.checkpoint.folder_lock import LOCK, check_unlocked
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.safetensors_files import FLOATS, read_entries
@@ -16,6 +15,7 @@ from megatron.checkpoint.snapshot_files import check_memory
 from megatron.checkpoint.tracker import LATEST, TRACKER, resolve
 from megatron.common.environment import ranks_on_host
 from megatron.common.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
+from megatron.common.output_paths import file_problem, folder_problem, outputs_in_one_place
 from megatron.common.reading import regular
 from megatron.common.tokenizer_files import NULL_TOKENIZER, check_tokenizer_folder, used_merges
 from megatron.config import RunConfig

@@ -139,9 +139,7 @@ def start_engine(
     """
     with deepspeed_silenced(run.logging.verbose):
         engine = build_engine(run, layout, annealing_lr(run))
-        history = saved.history if saved and not run.checkpoint.finetune else ()
-        checkpointer = Checkpointer(engine, run, log.info, history, lock, settings=settings)
-        checkpointer.newest_is_own = not replaces_others(run, saved)
+        checkpointer = Checkpointer(engine, run, log.info, saved, lock, settings)
         loaded = load_checkpoint(engine, run, layout, saved) if saved else load_weights(engine)
     _log_start(run, layout, engine, saved, loaded, log)
     return engine, checkpointer, loaded

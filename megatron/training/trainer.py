@@ -4,7 +4,6 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from megatron.checkpoint.load import load_checkpoint, select_checkpoint
 from megatron.checkpoint.save import Checkpointer
 from megatron.checkpoint.snapshots import Snapshots
-from megatron.checkpoint.tracker import holds_checkpoint
 from megatron.common.errors import NumericsError
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
@@ -264,11 +262,10 @@ class Trainer:
             with self.log.paused():
                 text += f"; {find_origin(self.engine, self.data.training(iteration - 1))}"
         self.log.info(f"  {text}")
-        folder = self.run.checkpoint.save
-        if folder and self.run.train.rewind_on_spike and (result.is_spike or result.limit_reached):
+        if self.run.train.rewind_on_spike and (result.is_spike or result.limit_reached):
             with self.log.paused():
                 self.checkpointer.finish()
-                if self.checkpointer.newest_is_own and holds_checkpoint(Path(folder)):
+                if self.checkpointer.can_go_back:
                     return self._rewind(range(result.first_iteration, iteration + 1))
         if result.limit_reached:
             raise NumericsError(

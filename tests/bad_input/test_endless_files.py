@@ -15,7 +15,7 @@ import torch
 from support.command_lines import parse
 from support.fuzzing import outcome
 
-from megatron.checkpoint.files import read_manifest
+from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.run_file import SavedRun, checked_description, describe
 from megatron.checkpoint.snapshot_files import read_start
 from megatron.checkpoint.tensor_files import read_file

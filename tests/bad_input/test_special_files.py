@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from support.command_lines import complaints
 
-from megatron.checkpoint.files import copy_file, read_manifest
+from megatron.checkpoint.files import copy_file
+from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.safetensors_files import read_entries
 from megatron.checkpoint.tensor_files import read_file
 from megatron.cli.deepspeed_json.file import read_config_file

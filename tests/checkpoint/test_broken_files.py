@@ -12,7 +12,7 @@ import torch
 from support.fuzzing import Attack
 from support.programs import TINY_MODEL, Programs
 
-from megatron.checkpoint.files import write_manifest
+from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.tensor_files import read_file
 from megatron.common.errors import CheckpointError
 from megatron.tools.convert.megatron_files import _read

@@ -14,16 +14,8 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint import tracker
-from megatron.checkpoint.files import (
-    NewFile,
-    Record,
-    _render,
-    check_content,
-    read_manifest,
-    record_of,
-    write_text,
-    xxh128_of,
-)
+from megatron.checkpoint.files import NewFile, Record, record_of, write_text, xxh128_of
+from megatron.checkpoint.manifest import _render, check_content, read_manifest
 from megatron.checkpoint.tracker import newest
 from megatron.common.errors import CheckpointError
 from megatron.config import CheckpointConfig

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.programs import TINY_MODEL, Programs
 
-from megatron.checkpoint import folder_lock, save
+from megatron.checkpoint import collective_lock, folder_lock
 from megatron.checkpoint.folder_lock import LOCK, FolderLock, check_unlocked, displace, owner_of
 from megatron.cli import parse_run
 from megatron.common.errors import CheckpointError, ConfigError
@@ -108,10 +108,10 @@ def lock_in_folders_of_ranks(words: list[str], places: str) -> str:
     """The error where ``--save ck`` is another folder for each rank."""
     run = parse_run(words, {**os.environ, "LOCAL_RANK": "0"})  # the first of a host
     with pytest.MonkeyPatch.context() as patch, distributed(run.parallel), pytest.raises(ConfigError) as error:
-        patch.setattr(save, "_LOOKS", 1)
+        patch.setattr(collective_lock, "_LOOKS", 1)
         (place := Path(places) / os.environ["RANK"]).mkdir()
         patch.chdir(place)
-        with save.lock_folder(run):
+        with collective_lock.lock_folder(run):
             pass
     return str(error.value)
 

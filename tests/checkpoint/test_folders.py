@@ -10,7 +10,7 @@ from support.programs import read_metrics
 from support.training import RankTraining, pretrain
 
 from megatron.checkpoint import stored, tracker
-from megatron.checkpoint.files import check_sizes, read_manifest
+from megatron.checkpoint.manifest import check_sizes, read_manifest
 from megatron.common import checkpoint_folders
 from megatron.common.checkpoint_folders import FLAT, existing_rank_file, rank_file_path
 from megatron.tools.convert.inspection import find, verify

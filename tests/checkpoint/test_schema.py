@@ -16,7 +16,7 @@ from support.layouts import layout
 from support.programs import TINY_MODEL, Programs
 from support.training import started_engine
 
-from megatron.checkpoint.files import write_manifest
+from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.schema import form_errors
 from megatron.checkpoint.tracker import newest, tag_at, write_description
 from megatron.common.errors import CheckpointError

@@ -13,7 +13,8 @@ from safetensors.torch import save
 from support.command_lines import parse
 from support.fuzzing import altered, damaged, outcome, scratch, unchanged
 
-from megatron.checkpoint.files import MANIFEST, _render, check_content, check_sizes, read_manifest, record_of
+from megatron.checkpoint.files import record_of
+from megatron.checkpoint.manifest import MANIFEST, _render, check_content, check_sizes, read_manifest
 from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.tensor_files import check_identity, read_file
 from megatron.checkpoint.tracker import LATEST, newest

@@ -16,8 +16,9 @@ from support.universal_folders import read_state
 from support.whole_models import TOKENS, logits_and_weights, write_gpt2
 from torch import Tensor
 
-from megatron.checkpoint.files import MANIFEST, record_of, write_manifest
+from megatron.checkpoint.files import record_of
 from megatron.checkpoint.folder_lock import FolderLock
+from megatron.checkpoint.manifest import MANIFEST, write_manifest
 from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.tracker import LATEST, newest
 from megatron.tools.convert.universal import cached_universal

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron.common.errors import CheckpointError, ConfigError
-from megatron.training.learning_rates import DECAYS, EXPONENTIAL_FLOOR, WSD_DECAYS, AnnealingLR, Schedule
+from megatron.training.learning_rates import AnnealingLR
+from megatron.training.lr_schedule import DECAYS, EXPONENTIAL_FLOOR, WSD_DECAYS, LRSchedule
 
 PEAK, FLOOR, WARMUP, END = 8e-4, 2e-5, 20, 120
 
@@ -30,10 +31,10 @@ WSD_CLOSED_FORMS: dict[str, Callable[[int], float]] = {
 }
 
 
-def schedule(style: str, **changes: Any) -> Schedule:
+def schedule(style: str, **changes: Any) -> LRSchedule:
     wsd = {"wsd_decay_iters": 30} if style == "WSD" else {}
     values = {"start_lr": PEAK, "min_lr": FLOOR, "warmup_iter": WARMUP, "end_iter": END, "decay_style": style}
-    return Schedule(**values | wsd | changes)
+    return LRSchedule(**values | wsd | changes)
 
 
 @pytest.mark.parametrize("style", [*DECAYS, "WSD"])
@@ -228,7 +229,7 @@ OVERRIDES = {"use_checkpoint_lr_scheduler": False, "override_lr_scheduler": True
 @pytest.mark.parametrize(
     ("flags", "used"), [({}, schedule("WSD")), (OVERRIDES, schedule("linear", end_iter=1000))], ids=["file", "flags"]
 )
-def test_the_checkpoint_wins_unless_the_command_line_overrides(flags: dict[str, bool], used: Schedule):
+def test_the_checkpoint_wins_unless_the_command_line_overrides(flags: dict[str, bool], used: LRSchedule):
     state = scheduler(optimizer(), "WSD", wsd_decay_iters=30, last_iter=100).state_dict()
     optim = optimizer()
     sched = scheduler(optim, "linear", total_iters=1000, **flags)

@@ -15,13 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import folder_problem
 from megatron.checkpoint.tracker import LATEST
 from megatron.cli import parse_run
 from megatron.cli.flags import read_flags
 from megatron.cli.parser import CONFIG_FILE
 from megatron.cli.validation import value_problems
 from megatron.common.errors import ConfigError
+from megatron.common.output_paths import folder_problem
 from megatron.launch.rank import print_warning
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.model.spec import ArchitectureSpec

@@ -13,17 +13,9 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.files import MANIFEST, write_manifest
-from megatron.checkpoint.parameter_state import (
-    WEIGHT,
-    SavedStates,
-    State,
-    is_flat,
-    model_file,
-    numbered_state,
-    optimizer_file,
-)
-from megatron.checkpoint.saved_layout import SavedLayout
+from megatron.checkpoint.manifest import MANIFEST, write_manifest
+from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State, is_flat, numbered_state
+from megatron.checkpoint.saved_layout import SavedLayout, model_file, optimizer_file
 from megatron.checkpoint.tensor_files import read_file
 from megatron.common.errors import LaunchError
 from megatron.engines.optimizers import block_matrices

@@ -9,7 +9,7 @@ from typing import Any
 
 import safetensors
 
-from megatron.checkpoint.files import MANIFEST, check_content, read_manifest
+from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, checked_description
 from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, broken, files_with
 from megatron.checkpoint.tracker import LATEST, TRACKER, newest, tag_at

@@ -16,8 +16,9 @@ from torch.serialization import set_default_mmap_options, skip_data
 
 from megatron.checkpoint.huggingface import our_weights, their_weights
 from megatron.checkpoint.load import CHECKPOINT_VERSION
-from megatron.checkpoint.parameter_state import SavedStates, model_file
+from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.run_file import SavedRun, describe
+from megatron.checkpoint.saved_layout import model_file
 from megatron.checkpoint.schema import check_copies, form_errors
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_file
 from megatron.checkpoint.tracker import publish, write_description

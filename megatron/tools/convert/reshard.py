@@ -72,9 +72,10 @@ def reshard(saved: SavedRun, run: RunConfig) -> None:
     prepare_environment(os.environ, run.parallel)
 
     from megatron.checkpoint.collective_errors import on_all_ranks
-    from megatron.checkpoint.files import read_manifest
+    from megatron.checkpoint.collective_lock import lock_folder
     from megatron.checkpoint.load import check_share, load_checkpoint
-    from megatron.checkpoint.save import Checkpointer, lock_folder
+    from megatron.checkpoint.manifest import read_manifest
+    from megatron.checkpoint.save import Checkpointer
     from megatron.cli.settings_file import settings_text
     from megatron.engines import deepspeed_silenced
     from megatron.engines.build import build_engine
@@ -86,7 +87,7 @@ def reshard(saved: SavedRun, run: RunConfig) -> None:
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout, annealing_lr(run))
             settings = settings_text(run)
-            checkpointer = Checkpointer(engine, run, lambda _: None, saved.history, lock, settings=settings)
+            checkpointer = Checkpointer(engine, run, lambda _: None, saved, lock, settings=settings)
             loaded = load_checkpoint(engine, run, layout, saved)
         checkpointer.save(loaded.iteration, saved.skipped_samples)
         checkpointer.finish()

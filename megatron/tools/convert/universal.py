@@ -19,14 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.parameter_state import (
-    SavedStates,
-    State,
-    in_memory,
-    model_file,
-    optimizer_file,
-)
+from megatron.checkpoint.parameter_state import SavedStates, State, in_memory
 from megatron.checkpoint.run_file import SavedRun
+from megatron.checkpoint.saved_layout import model_file, optimizer_file
 from megatron.checkpoint.schema import Updates, check_copies, check_state, check_steps, form_errors
 from megatron.checkpoint.tracker import UNIVERSAL
 from megatron.common.errors import ResourceError, first_line

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron.checkpoint.files import file_problem
 from megatron.common.errors import ConfigError, DataError, ResourceError
 from megatron.common.files import replace_file, signals_raised
+from megatron.common.output_paths import file_problem
 from megatron.common.processes import exit_with_parent
 from megatron.data.fingerprint import chat_template_file, write_tokenizer
 from megatron.data.image_dataset import image_writer
