@@ -87,13 +87,8 @@ def _qwen2(
 ) -> Preset:
     """Qwen2.5 (arXiv 2412.15115): biases for Q, K and V. Small models pad the vocabulary less."""
     sizes = (layers, hidden, heads, ffn, 4096, 151936 if tied else 152064, parameters)
-    flags: dict[str, Any] = {
-        "num_query_groups": groups,
-        "rotary_base": 1e6,
-        "add_qkv_bias": True,
-        "layernorm_epsilon": 1e-6,
-    }
-    return _llama(*sizes, tied=tied, max_position_embeddings=32768, **flags)
+    flags: dict[str, Any] = {"rotary_base": 1e6, "add_qkv_bias": True, "layernorm_epsilon": 1e-6}
+    return _llama(*sizes, tied=tied, num_query_groups=groups, max_position_embeddings=32768, **flags)
 
 
 def _qwen3(layers: int, hidden: int, heads: int, ffn: int, parameters: int, *, tied: bool = False) -> Preset:

@@ -1,8 +1,9 @@
 """The configuration of a run: frozen dataclasses, created once from the command line. Imports no torch.
 
-Each field made with ``flag(...)`` is a command-line flag with its help, aliases and choices; ``megatron.cli.parser``
-builds the argument parser from these fields. Fields made with ``derived(...)`` have no flag: their values follow from
-other fields or from the environment. Every field holds its *resolved* value, after flags and JSON file are merged.
+Each field made with ``flag(...)``, or a kind of it such as ``count(...)``, is a command-line flag with its help,
+aliases and choices; ``megatron.cli.parser`` builds the argument parser from these fields. Fields made with
+``derived(...)`` have no flag: their values follow from other fields or from the environment. Every field holds its
+*resolved* value, after flags and JSON file are merged.
 """
 
 import dataclasses

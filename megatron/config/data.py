@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from megatron.common.tokenizer_files import NULL_TOKENIZER, PUBLISHED, TOKENIZER_TYPES
-from megatron.config.fields import derived, flag, is_decimal
+from megatron.config.fields import derived, flag, folder, is_decimal, size
 
 
 class Part(NamedTuple):
@@ -97,8 +97,8 @@ class DataConfig:
         (), "Data set or blend for the test.", metavar=_BLEND, needs="train_data_path"
     )
     split: str = _pretraining_flag("969, 30, 1", "Proportions of the documents for training, validation and test.")
-    data_cache_path: str | None = _pretraining_flag(
-        None, "Folder for index maps (default: next to the data).", metavar="DIR"
+    data_cache_path: str | None = folder(
+        None, "Folder for index maps (default: next to the data).", models="gpt bert t5"
     )
     mock_data: bool = _pretraining_flag(
         False, "Train on synthetic data, without data and tokenizer files: for speed tests."
@@ -166,9 +166,7 @@ class DataConfig:
         instead_of=("mock_data",),
         excludes={"eod_mask_loss": "the loss mask of the data set decides which tokens count"},
     )
-    vocab_extra_ids: int = flag(
-        100, "Sentinels in the vocabulary, one for each masked span.", within="[1, 1048576]", models="t5"
-    )
+    vocab_extra_ids: int = size(100, "Sentinels in the vocabulary, one for each masked span.", models="t5")
     mask_prob: float = flag(0.15, "Probability of masking a token.", within="(0, 1)", models="bert t5")
     short_seq_prob: float = flag(
         0.1, "Probability of a sample shorter than --seq-length.", within="[0, 1]", models="bert t5"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
 
-from megatron.config.fields import flag
+from megatron.config.fields import count, flag
 
 _expert_flag = partial(flag, models="gpt", needs="num_experts")
 _causal_flag = partial(flag, models="gpt")
@@ -173,10 +173,9 @@ _adapter_flag = partial(flag, models="gpt", needs="lora_rank")
 class AdapterConfig:
     """Low-rank adapters (LoRA)."""
 
-    lora_rank: int = flag(
+    lora_rank: int = count(
         0,
         "Train only low-rank adapters of this rank (LoRA, arXiv 2106.09685) (default: no adapters).",
-        within="[1, inf)",
         models="gpt",
         excludes={
             "offload_param=nvme": "DeepSpeed would save checkpoints without the frozen weights",

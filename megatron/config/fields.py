@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
+from functools import partial
 from typing import Any, TypeAlias, get_origin
 
 from megatron.common.errors import shown
@@ -56,6 +57,14 @@ class Flag:
 def flag(default: Any, help: str, **description: Any) -> Any:
     """A field with a command-line flag, described as in ``Flag``."""
     return field(default=default, metadata={"flag": Flag(help, **description)})
+
+
+count = partial(flag, within="[1, inf)")
+size = partial(flag, within="[1, 1048576]")
+positive = partial(flag, within="(0, inf)")
+"""Flags of numbers: of iterations and the like; of sizes and ranks; of anything measured."""
+folder = partial(flag, metavar="DIR")
+"""A flag of the name of a folder."""
 
 
 def flag_of(field: Field) -> Flag:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.config.fields import flag
+from megatron.config.fields import count, flag, folder, positive
 
 _recomputation_flag = partial(flag, ignored_without="checkpoint_activations")
 _zero_flag = partial(flag, ignored_without="zero_stage=1|2|3")
@@ -17,14 +17,10 @@ class PrecisionConfig:
         False, "Train in fp16 with a dynamic loss scale (GPU only).", excludes={"bf16": "weights have one type"}
     )
     bf16: bool = flag(False, "Train in bf16.")
-    loss_scale: float | None = flag(
-        None, "Static loss scale for fp16 (default: dynamic).", within="(0, inf)", ignored_without="fp16"
-    )
+    loss_scale: float | None = positive(None, "Static loss scale for fp16 (default: dynamic).", ignored_without="fp16")
     initial_loss_scale: float = flag(2.0**16, "Initial dynamic loss scale for fp16, a power of two.", within="[1, inf)")
-    loss_scale_window: int = flag(
-        1000, "Iterations without overflow after which the loss scale doubles.", within="[1, inf)"
-    )
-    hysteresis: int = flag(2, "Overflows after which the loss scale halves.", within="[1, inf)")
+    loss_scale_window: int = count(1000, "Iterations without overflow after which the loss scale doubles.")
+    hysteresis: int = count(2, "Overflows after which the loss scale halves.")
     min_scale: float = flag(
         1, "Minimum dynamic loss scale, an integer.", aliases=("min-loss-scale",), within="[1, inf)"
     )
@@ -106,8 +102,8 @@ class ZeroConfig:
         choices=("none", "cpu", "nvme"),
         needs=("zero_stage=3", "nvme: nvme_path"),
     )
-    nvme_path: str | None = flag(
-        None, "NVMe folder for offloaded state.", metavar="DIR", needs="offload_optimizer=nvme or offload_param=nvme"
+    nvme_path: str | None = folder(
+        None, "NVMe folder for offloaded state.", needs="offload_optimizer=nvme or offload_param=nvme"
     )
     offload_pin_memory: bool = flag(
         True, "Offload to page-locked memory; enabled by default.", needs="offload_optimizer or offload_param"

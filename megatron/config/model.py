@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.config.experts import AdapterConfig, ExpertConfig, as_runs
-from megatron.config.fields import derived, flag
+from megatron.config.fields import count, derived, flag, positive, size
 from megatron.config.positions import PositionConfig
 from megatron.config.vision import VisionConfig
 
@@ -46,25 +46,20 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
     decoder_num_layers: int = flag(
         0, "Layers of the decoder (default: as many as the encoder).", within="[1, 20000]", models="t5"
     )
-    hidden_size: int = flag(0, "Hidden size of the transformer.", within="[1, 1048576]", required=True)
-    num_attention_heads: int = flag(
-        0,
-        "Number of attention heads.",
-        within="[1, 1048576]",
-        required=True,
-        multiple_of=("model_parallel_size", "num_query_groups"),
+    hidden_size: int = size(0, "Hidden size of the transformer.", required=True)
+    num_attention_heads: int = size(
+        0, "Number of attention heads.", required=True, multiple_of=("model_parallel_size", "num_query_groups")
     )
-    num_query_groups: int = flag(
+    num_query_groups: int = size(
         0,
         "Number of key and value heads: grouped-query attention (default: as many as heads).",
         aliases=("num-key-value-heads",),
-        within="[1, 1048576]",
         models="gpt",
     )
     group_query_attention: bool = flag(
         False, "Grouped-query attention; --num-query-groups selects it.", models="gpt", needs="num_query_groups"
     )
-    kv_channels: int = flag(0, "Size of a head (default: hidden size / heads).", within="[1, 1048576]")
+    kv_channels: int = size(0, "Size of a head (default: hidden size / heads).")
     ffn_hidden_size: int = flag(
         0,
         "Hidden size of the MLP (default: 4 x hidden size; with --swiglu two thirds of it).",
@@ -85,7 +80,7 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
     make_vocab_size_divisible_by: int = flag(
         128, "Pad the vocabulary to a multiple of this times the tensor-parallel size.", within="[1, 1073741824]"
     )
-    layernorm_epsilon: float = flag(1e-5, "Epsilon of the layer norms.", aliases=("norm-epsilon",), within="(0, inf)")
+    layernorm_epsilon: float = positive(1e-5, "Epsilon of the layer norms.", aliases=("norm-epsilon",))
     apply_residual_connection_post_layernorm: bool = flag(
         False, "Take the residual from the output of the layer norm, not from its input.", models="gpt bert other"
     )
@@ -112,8 +107,8 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
             "lora_rank": "frozen layers keep no input",
         },
     )
-    tiled_mlp_num_shards: int = flag(
-        0, "Tiles of --tiled-mlp (default: of --hidden-size tokens each).", within="[1, inf)", needs="tiled_mlp"
+    tiled_mlp_num_shards: int = count(
+        0, "Tiles of --tiled-mlp (default: of --hidden-size tokens each).", needs="tiled_mlp"
     )
     gradient_accumulation_fusion: bool = flag(
         False,
@@ -150,7 +145,7 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
     )
     attention_dropout: float = flag(0.1, "Dropout probability of the attention weights.", within="[0, 1)")
     hidden_dropout: float = flag(0.1, "Dropout probability of the hidden states.", within="[0, 1)")
-    init_method_std: float = flag(0.02, "Standard deviation of the initial weights.", within="(0, inf)")
+    init_method_std: float = positive(0.02, "Standard deviation of the initial weights.")
     apply_query_key_layer_scaling: bool = flag(
         False,
         "Scale attention scores by 1 / layer number, and undo it in fp32, to avoid fp16 overflow.",

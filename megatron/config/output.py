@@ -3,53 +3,46 @@
 import re
 from dataclasses import dataclass
 
-from megatron.config.fields import flag
+from megatron.config.fields import count, flag, folder, positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Checkpoints: saving, loading and resuming."""
 
-    save: str | None = flag(None, "Folder to save checkpoints to.", metavar="DIR")
-    save_interval: int | None = flag(
+    save: str | None = folder(None, "Folder to save checkpoints to.")
+    save_interval: int | None = count(
         None,
         "Number of iterations between checkpoints (default: only at the end).",
         aliases=("persistent-save-interval",),
-        within="[1, inf)",
         ignored_without="save",
     )
     no_save_optim: bool = flag(False, "Do not save optimizer state.")
     no_save_rng: bool = flag(False, "Do not save random number generator states.")
     async_save: bool = flag(False, "Copy the state to host memory, and write it during training.", needs="save")
-    snapshot_interval: int | None = flag(
+    snapshot_interval: int | None = count(
         None,
         "Iterations between snapshots of the state in host memory, from which a run resumes after a fault.",
-        within="[1, inf)",
         needs={"save": "", "auto_resume or load": "the next start uses the newest snapshot"},
         excludes={
             "no_save_optim": "a run that continues after a fault needs the state of the optimizer",
             "offload_optimizer=nvme or offload_param=nvme": "its state is in files of its host",
         },
     )
-    snapshot_dir: str = flag(
-        "/dev/shm", "Folder in memory (tmpfs) for snapshots.", metavar="DIR", needs="snapshot_interval"
-    )
-    keep_last: int | None = flag(
-        None, "Number of newest checkpoints to keep (default: all).", within="[1, inf)", needs="save"
-    )
-    keep_every: int | None = flag(
-        None, "Also keep checkpoints of iterations divisible by this value.", within="[1, inf)", needs="keep_last"
+    snapshot_dir: str = folder("/dev/shm", "Folder in memory (tmpfs) for snapshots.", needs="snapshot_interval")
+    keep_last: int | None = count(None, "Number of newest checkpoints to keep (default: all).", needs="save")
+    keep_every: int | None = count(
+        None, "Also keep checkpoints of iterations divisible by this value.", needs="keep_last"
     )
     on_save_error: str = flag(
         "stop", "What training does if a checkpoint cannot be written.", choices=("stop", "continue"), needs="save"
     )
-    load: str | None = flag(
-        None, "Folder to load a checkpoint from; if it is --save, and empty, training starts fresh.", metavar="DIR"
+    load: str | None = folder(
+        None, "Folder to load a checkpoint from; if it is --save, and empty, training starts fresh."
     )
-    load_hf: str | None = flag(
+    load_hf: str | None = folder(
         None,
         "Hugging Face folder to train on from, at iteration 0: its weights, and the flags of its model.",
-        metavar="DIR",
         models="gpt bert t5",
         excludes={"load": "weights have one source", "model_preset": "the folder describes its model"},
     )
@@ -74,12 +67,10 @@ class CheckpointConfig:
 class LoggingConfig:
     """Logging, metrics, watchdog and dry runs."""
 
-    log_interval: int | None = flag(
-        None,
-        "Number of iterations between logged ones (default: 1 to 100, by the length of the run).",
-        within="[1, inf)",
+    log_interval: int | None = count(
+        None, "Number of iterations between logged ones (default: 1 to 100, by the length of the run)."
     )
-    tensorboard_dir: str | None = flag(None, "Folder for TensorBoard logs.", metavar="DIR")
+    tensorboard_dir: str | None = folder(None, "Folder for TensorBoard logs.")
     metrics_file: str | None = flag(None, "File for metrics: one JSON object per logged iteration.", metavar="FILE")
     wandb_project: str | None = flag(
         None, "Weights & Biases project for settings and metrics (pip install wandb).", metavar="NAME"
@@ -96,15 +87,12 @@ class LoggingConfig:
         within="[0, 2]",
         metavar="0|1|2",
     )
-    straggler_report: float | None = flag(
+    straggler_report: float | None = positive(
         None,
         "Name the hosts whose ranks take longer than others by more than this share, such as 0.3.",
-        within="(0, inf)",
         metavar="SHARE",
     )
-    straggler_window: int = flag(
-        50, "Iterations that are compared at a time.", within="[1, inf)", needs="straggler_report"
-    )
+    straggler_window: int = count(50, "Iterations that are compared at a time.", needs="straggler_report")
     watchdog_minutes: float | None = flag(
         None,
         "End the run, with the stacks of all ranks, if an iteration, a save or an evaluation takes longer than this.",
@@ -132,10 +120,8 @@ _STEPS = re.compile(r"([0-9]{1,15}):([0-9]{1,15})")
 class ObserveConfig:
     """Timelines, profiles and reports."""
 
-    trace: str | None = flag(
-        None,
-        "Folder for a timeline of each rank, for Perfetto and as an image with the measured bubble.",
-        metavar="DIR",
+    trace: str | None = folder(
+        None, "Folder for a timeline of each rank, for Perfetto and as an image with the measured bubble."
     )
     trace_steps: str = flag(
         "2:4", "First and last iteration to trace, from the start of this process.", metavar="A:B", needs="trace"
@@ -143,24 +129,18 @@ class ObserveConfig:
     profile_steps: str | None = flag(
         None, "First and last iteration to profile with torch's profiler.", metavar="A:B", needs="profile_dir or trace"
     )
-    flops_profile_step: int | None = flag(
+    flops_profile_step: int | None = count(
         None,
         "Iteration to profile with DeepSpeed's FLOPs profiler (not with a pipeline).",
-        within="[1, inf)",
         needs="profile_dir or trace",
         excludes={
             "pipe_parallel_size": "the pipeline engine writes no profile; --explain prints the FLOPs of each stage"
         },
     )
-    profile_dir: str | None = flag(
-        None,
-        "Folder for profiles (default: --trace).",
-        metavar="DIR",
-        needs="profile_steps or flops_profile_step or trace",
+    profile_dir: str | None = folder(
+        None, "Folder for profiles (default: --trace).", needs="profile_steps or flops_profile_step or trace"
     )
-    run_dir: str | None = flag(
-        None, "Folder for tools/report.py: configuration, environment and metrics of the run.", metavar="DIR"
-    )
+    run_dir: str | None = folder(None, "Folder for tools/report.py: configuration, environment and metrics of the run.")
 
     @property
     def traces_or_profiles(self) -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.config.fields import derived, flag
+from megatron.config.fields import count, derived, flag, size
 
 SCHEDULES = ("1f1b", "interleaved", "zbh1", "zbv", "dualpipev")
 """Choices of --pipeline-schedule."""
@@ -18,11 +18,10 @@ _SPLIT_SAMPLES_EXCLUDE = _ONE_SEQUENCE | {
 class ParallelConfig:
     """Parallelism and distributed setup."""
 
-    model_parallel_size: int = flag(
+    model_parallel_size: int = size(
         1,
         "Tensor-parallel size: number of ranks over which each layer is split.",
         aliases=("tensor-model-parallel-size",),
-        within="[1, 1048576]",
     )
     pipe_parallel_size: int = flag(
         0,
@@ -46,10 +45,9 @@ class ParallelConfig:
         models="gpt bert other",
         needs="pipe_parallel_size",
     )
-    pipeline_model_parallel_split_rank: int | None = flag(
+    pipeline_model_parallel_split_rank: int | None = count(
         None,
         "First stage of the decoder; the stages before it hold the encoder (default: a stage may hold both).",
-        within="[1, inf)",
         models="t5",
         needs="pipe_parallel_size",
         excludes={"pipeline_schedule=interleaved|zbv|dualpipev": "it is for stages with a single model chunk"},
@@ -66,10 +64,9 @@ class ParallelConfig:
             "zbh1|zbv: tiled_mlp": "the gradients of weights are deferred, which would keep all tiles until then",
         },
     )
-    num_layers_per_virtual_pipeline_stage: int | None = flag(
+    num_layers_per_virtual_pipeline_stage: int | None = count(
         None,
         "Transformer layers of each model chunk of the interleaved schedule.",
-        within="[1, inf)",
         models="gpt bert other",
         needs="pipe_parallel_size",
     )
@@ -91,16 +88,14 @@ class ParallelConfig:
         "Overlap tensor-parallel communication of the forward pass with its matmuls, in chunks.",
         needs="model_parallel_size",
     )
-    ds_sequence_parallel_size: int = flag(
+    ds_sequence_parallel_size: int = size(
         1,
         "DeepSpeed-Ulysses: ranks that split each sample, and exchange parts of it for heads in attention.",
-        within="[1, 1048576]",
         excludes=_SPLIT_SAMPLES_EXCLUDE,
     )
-    context_parallel_size: int = flag(
+    context_parallel_size: int = size(
         1,
         "Context parallelism: ranks that split each sample, attention included, by --cp-comm-type.",
-        within="[1, 1048576]",
         excludes=_SPLIT_SAMPLES_EXCLUDE,
     )
     cp_comm_type: str = flag(
@@ -112,11 +107,10 @@ class ParallelConfig:
     hierarchical_context_parallel_sizes: tuple[int, ...] = flag(
         (), "Ranks of an a2a group, and of a ring of such groups.", metavar="A2A P2P", needs="cp_comm_type=a2a+p2p"
     )
-    expert_model_parallel_size: int = flag(
+    expert_model_parallel_size: int = size(
         1,
         "Expert-parallel size: data-parallel ranks that divide the experts of each layer.",
         aliases=("moe-expert-parallel-size",),
-        within="[1, 1048576]",
         models="gpt",
         needs="num_experts",
         excludes={
@@ -135,9 +129,7 @@ class ParallelConfig:
     local_rank: int | None = flag(
         None, "Set by the launcher: the local rank of this process on its host.", within="[0, inf)"
     )
-    world_size: int = flag(
-        1, "With --explain or --dry-run: number of processes; otherwise set by the launcher.", within="[1, 1048576]"
-    )
+    world_size: int = size(1, "With --explain or --dry-run: number of processes; otherwise set by the launcher.")
     elastic_layout: bool = flag(
         False, "Choose the fastest layout for the ranks that were started if the given one does not fit them."
     )

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from megatron.config.batch_schedule import BatchSchedule, Steps
-from megatron.config.fields import derived, flag
+from megatron.config.fields import count, derived, flag, positive, size
 
 LR_MULTIPLIER = "lr_mult"
 """Key of a parameter group for its learning-rate multiplier, as in Megatron-LM; groups with 1 do not have it."""
 _muon_flag = partial(flag, needs="optimizer=muon")
-_wsd_flag = partial(flag, within="[1, inf)", needs="lr_decay_style=WSD")
+_wsd_flag = partial(count, needs="lr_decay_style=WSD")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class OptimConfig:
             "sgd|lion: offload_optimizer=nvme": "DeepSpeed tests its exchange of states with NVMe for Adam only",
         },
     )
-    lr: float = flag(0.0, "Peak learning rate.", within="(0, inf)", required=True)
+    lr: float = positive(0.0, "Peak learning rate.", required=True)
     min_lr: float = flag(0.0, "Learning rate at the end of the decay.", within="[0, inf)")
     lr_decay_style: str = flag(
         "linear",
@@ -45,9 +45,9 @@ class OptimConfig:
             ),
         },
     )
-    lr_decay_iters: int | None = flag(None, "Number of iterations of the decay (default: all).", within="[1, inf)")
-    lr_decay_samples: int | None = flag(
-        None, "Samples of the decay, instead of iterations.", within="[1, inf)", instead_of=("lr_decay_iters",)
+    lr_decay_iters: int | None = count(None, "Number of iterations of the decay (default: all).")
+    lr_decay_samples: int | None = count(
+        None, "Samples of the decay, instead of iterations.", instead_of=("lr_decay_iters",)
     )
     lr_warmup_fraction: float = flag(
         0.01, "Share of the decay that is warm-up.", name="warmup", aliases=("lr-warmup-fraction",), within="[0, 1]"
@@ -71,7 +71,7 @@ class OptimConfig:
         0.9, "Decay rate of Adam's first moment; for Lion, the weight of the momentum in an update.", within="[0, 1)"
     )
     adam_beta2: float = flag(0.999, "Decay rate of Adam's second moment; for Lion, of its momentum.", within="[0, 1)")
-    adam_eps: float = flag(1e-8, "Epsilon of Adam.", within="(0, inf)")
+    adam_eps: float = positive(1e-8, "Epsilon of Adam.")
     sgd_momentum: float = flag(0.9, "Momentum of SGD.", within="[0, 1)", needs="optimizer=sgd")
     muon_momentum: float = _muon_flag(0.95, "Momentum of Muon.", within="[0, 1)")
     muon_nesterov: bool = _muon_flag(
@@ -135,15 +135,14 @@ class OptimConfig:
 class TrainConfig:
     """Training, batch sizes and validation."""
 
-    micro_batch_size: int = flag(
+    micro_batch_size: int = size(
         0,
         "Micro-batch size per data-parallel rank; this or --global-batch-size is required.",
         name="batch-size",
         aliases=("micro-batch-size",),
-        within="[1, 1048576]",
     )
-    gradient_accumulation_steps: int = flag(
-        1, "Micro-batches per iteration.", name="gas", aliases=("gradient-accumulation-steps",), within="[1, 1048576]"
+    gradient_accumulation_steps: int = size(
+        1, "Micro-batches per iteration.", name="gas", aliases=("gradient-accumulation-steps",)
     )
     global_batch_size: int = flag(
         0, "Samples per iteration: micro-batch size x gas x data-parallel size.", within="[1, 1073741824]"
@@ -183,16 +182,12 @@ class TrainConfig:
     train_samples: int | None = flag(
         None, "Training samples, instead of iterations.", within="[1, 10000000000000]", instead_of=("train_iters",)
     )
-    exit_interval: int | None = flag(
-        None, "Save and exit after an iteration divisible by this value.", within="[1, inf)"
+    exit_interval: int | None = count(None, "Save and exit after an iteration divisible by this value.")
+    exit_duration_in_mins: float | None = positive(
+        None, "Save and exit after the first iteration that ends this many minutes after the start."
     )
-    exit_duration_in_mins: float | None = flag(
-        None, "Save and exit after the first iteration that ends this many minutes after the start.", within="(0, inf)"
-    )
-    max_consecutive_bad_steps: int = flag(
-        10,
-        "Stop, or rewind, after this many consecutive iterations with a loss or norm that is not finite.",
-        within="[1, inf)",
+    max_consecutive_bad_steps: int = count(
+        10, "Stop, or rewind, after this many consecutive iterations with a loss or norm that is not finite."
     )
     rewind_on_spike: bool = flag(
         False,
@@ -206,7 +201,7 @@ class TrainConfig:
     eval_iters: int = flag(
         100, "Batches per evaluation; 0: none (default: a tenth of --train-iters, 1 to 100).", within="[0, 10000000]"
     )
-    eval_interval: int = flag(1000, "Number of iterations between evaluations.", within="[1, inf)")
+    eval_interval: int = count(1000, "Number of iterations between evaluations.")
     skip_train: bool = flag(
         False, "Evaluate the checkpoint of --load on the validation and test splits, and exit.", models="gpt bert t5"
     )
@@ -233,9 +228,8 @@ class TrainConfig:
     @property
     def length_flag(self) -> str:
         """The flag that gives the length of the run."""
-        return (
-            "--epochs" if self.epochs is not None else f"--train-{'iters' if self.train_samples is None else 'samples'}"
-        )
+        length = "--train-iters" if self.train_samples is None else "--train-samples"
+        return length if self.epochs is None else "--epochs"
 
     @property
     def lr_unit(self) -> str:

@@ -82,11 +82,8 @@ def value_problems(provided: Mapping[str, Provided], architecture: ArchitectureS
                 problems.append(f"{provided[other].source} and {source} exclude each other: give one")
     if not {"train_iters", "train_samples", "epochs"} & provided.keys():
         problems.append("--train-iters is required (or --train-samples, or --epochs with --sft)")
-    if (
-        architecture.is_language_model
-        and not is_own
-        and not {"data_path", "train_data_path", "mock_data"} & provided.keys()
-    ):
+    needs_data = architecture.is_language_model and not is_own
+    if needs_data and not {"data_path", "train_data_path", "mock_data"} & provided.keys():
         problems.append("--data-path is required (or --train-data-path, or --mock-data)")
     return problems
 

@@ -242,11 +242,8 @@ def embeddings_only(run: RunConfig) -> Messages:
     """
     numbers, parallel = partition.explicit(run.parallel.pipeline_partition), run.parallel
     has_no_layer = numbers is not None and len(numbers) > 1 and numbers[0] == 0
-    if (
-        not has_no_layer
-        or parallel.chunks_per_stage > 1
-        or (run.zero.zero_stage == 0 and run.precision.dtype == "fp32")
-    ):
+    works = run.zero.zero_stage == 0 and run.precision.dtype == "fp32"
+    if not has_no_layer or parallel.chunks_per_stage > 1 or works:
         return
     yield (
         f"--pipeline-partition {parallel.pipeline_partition} leaves the first stage with the embeddings only, which "
