@@ -102,12 +102,10 @@ def overridden_settings(saved: SavedRun, run: RunConfig) -> list[str]:
 
 def _configured(names: Iterable[str], saved: SavedRun) -> dict[str, Any]:
     """Those settings of ``names`` that are fields of the configuration of ``saved``."""
-    values: dict[str, Any] = {}
-    for section in ("data", "train", "model", "optim"):
-        fields = saved.config.get(section, {})
-        found = {name: fields.get(_FIELDS.get(name, name[2:].replace("-", "_"))) for name in names}
-        values |= {name: value for name, value in found.items() if value not in (None, "")}
-    return values
+    sections = (saved.config.get(section, {}) for section in ("data", "train", "model", "optim"))
+    values = {field: value for section in sections for field, value in section.items() if value not in (None, "")}
+    fields = {name: _FIELDS.get(name, name[2:].replace("-", "_")) for name in names}
+    return {name: values[field] for name, field in fields.items() if field in values}
 
 
 _FIELDS = {"the content of --data-path": "data_hash", "the tokenizer's content": "tokenizer_hash"}

@@ -165,7 +165,7 @@ class Engine(DeepSpeedEngine):
                 super()._take_model_step(lr_kwargs)
                 skipped = getattr(self.optimizer, "skipped", not self._step_applied)
             else:
-                skipped = self._clip()
+                skipped = self._clip_or_skip()
                 if skipped is True:
                     step = _do_nothing
                 with replaced(self.optimizer, step=step):
@@ -175,19 +175,20 @@ class Engine(DeepSpeedEngine):
         self._is_settled = False
         self.weights_changed()
         if self.step_outcome.has_arrived:
-            self._end_step()
+            self._learn_outcome()
 
     def settle(self) -> None:
         """Complete the last step: wait for its weights, and advance the learning rate unless it was skipped."""
         self.wait_for_weights()
         if not self._is_settled:
-            self._end_step()
+            self._learn_outcome()
 
-    def _end_step(self) -> None:
+    def _learn_outcome(self) -> None:
+        """Let the host know whether the last step was skipped, which it may have to wait for."""
         self._is_settled = True
         skipped = bool(self.step_outcome.read()["skipped"])
         if isinstance(self.optimizer, ZeroOptimizer):
-            self.optimizer.end_step(skipped)
+            self.optimizer.settle_loss_scale(skipped)
         if skipped:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -204,8 +205,8 @@ class Engine(DeepSpeedEngine):
         if isinstance(self.optimizer, ZeroOptimizer):
             self.optimizer.weights.wait()
 
-    def _clip(self) -> bool | Tensor:
-        """Clip the gradient of the entire model, in fp32 at ZeRO 0. Returns whether it is not finite.
+    def _clip_or_skip(self) -> bool | Tensor:
+        """Clip the gradient of the entire model, in fp32 at ZeRO 0. Returns whether the step is to be skipped.
 
         If the optimizer ``takes_scale``, clipping and skipping happen on the device.
         """

@@ -125,8 +125,8 @@ class GradientBucket:
             self._kept.clear()
             self._kept_elements = 0
 
-    def has_all(self, passes: int) -> bool:
-        """Count a gradient. Returns whether the bucket is complete, with one gradient per parameter and pass."""
+    def count(self, passes: int) -> bool:
+        """Count a gradient. Returns whether it completes the bucket: one gradient per parameter and pass."""
         assert self._started is None, "a gradient arrives after its bucket was reduced"
         self._arrived += 1
         return self._arrived == passes * len(self.parameters)
@@ -213,7 +213,7 @@ class Gradients:
 
     def _on_gradient(self, bucket: GradientBucket, number: int, parameter: nn.Parameter) -> None:
         bucket.add(number, parameter)
-        if self._passes is None or bucket.is_last or not bucket.has_all(self._passes()):
+        if self._passes is None or bucket.is_last or not bucket.count(self._passes()):
             return
         self._complete.add(bucket)
         while self.number_started < len(self._in_order) and self._in_order[self.number_started] in self._complete:

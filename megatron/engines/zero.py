@@ -265,7 +265,7 @@ class ZeroOptimizer(CorrectedSteps, DeepSpeedZeroOptimizer):
         if self.dynamic_loss_scale and not self.custom_loss_scaler:
             DeepSpeedZeroOptimizer._update_scale(self, False)
 
-    def end_step(self, skipped: bool) -> None:
+    def settle_loss_scale(self, skipped: bool) -> None:
         """Update the loss scale on the host; during the step it was a tensor [] on the device."""
         if self.custom_loss_scaler:
             self.custom_loss_scaler = False
