@@ -41,6 +41,7 @@ from benchmarks.comparing import Quantity
 from benchmarks.measures.ranks import ROOT
 from megatron.checkpoint import files, tracker
 from megatron.checkpoint.collective_errors import gathered
+from megatron.checkpoint.commit import begin_tag, commit_tag
 from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
 from megatron.checkpoint.saved_layout import model_file, optimizer_file
@@ -281,7 +282,7 @@ def _checkpoint(world: int, folder: Path) -> Found:
     replicas = parallel.data_parallel_size
     names += [f"zero_pp_rank_{number}_mp_rank_{rank:02d}_optim_states.pt" for number in range(replicas)
               for rank in range(world // replicas)]  # fmt: skip
-    path = tracker.begin_tag(folder, tracker.tag_name(1))
+    path = begin_tag(folder, tracker.tag_name(1))
     (path / RUN_FILE).write_text(json.dumps(described))
     _write_weights(path, run.model, parallel.pipe_parallel_size)
     records = {file.name: files.record_of(file) for file in path.iterdir()}
@@ -293,7 +294,7 @@ def _checkpoint(world: int, folder: Path) -> Found:
         records[file.relative_to(path).as_posix()] = files.record_of(file)
         folders[file.parent] += 1
     began = time.perf_counter()
-    tracker.commit_tag(folder, 1, records, CheckpointConfig())
+    commit_tag(folder, 1, records, CheckpointConfig())
     commit = time.perf_counter() - began
     began = time.perf_counter()
     saved = tracker.newest(folder)
@@ -304,9 +305,9 @@ def _checkpoint(world: int, folder: Path) -> Found:
     size = (saved.path / MANIFEST).stat().st_size
     inspected = _seconds_of("tools/inspect_checkpoint.py", str(saved.path))
     merged = _seconds_of("tools/convert_checkpoint.py", "merge", str(saved.path), "--output", str(folder / "merged"))
-    tracker.begin_tag(folder, tracker.tag_name(2))
+    begin_tag(folder, tracker.tag_name(2))
     began = time.perf_counter()
-    tracker.commit_tag(folder, 2, {}, CheckpointConfig(keep_last=1))
+    commit_tag(folder, 2, {}, CheckpointConfig(keep_last=1))
     pruned = time.perf_counter() - began
     assert not saved.path.exists()
     return {

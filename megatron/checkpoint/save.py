@@ -21,6 +21,7 @@ from torch.serialization import set_crc32_options
 
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_rank_0
+from megatron.checkpoint.commit import begin_tag, commit_tag, remove_unfinished, unfinished
 from megatron.checkpoint.engine_files import EngineFiles, HostCopies, StateFile, bytes_of, pinned_copies
 from megatron.checkpoint.expert_files import own_experts
 from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text, write_text
@@ -135,7 +136,7 @@ class Checkpointer:
 
     def _prepare(self) -> None:
         make_folder(self._folder)
-        tracker.remove_unfinished(self._folder)
+        remove_unfinished(self._folder)
         replace_text(self._folder / "ds_config.json", json.dumps(self._run.ds_config, indent=2) + "\n")
         if self._settings:
             replace_text(self._folder / SETTINGS_FILE, self._settings)
@@ -143,12 +144,12 @@ class Checkpointer:
     def _begin(self, iteration: int, skipped_samples: Sequence[range]) -> None:
         """Collect the state, and start the writer."""
         folder, tag, what = self._folder, tracker.tag_name(iteration), _name(iteration)
-        path = tracker.unfinished(folder, tag)
+        path = unfinished(folder, tag)
 
         @disk_errors(folder, what, 0)
         def begin() -> None:
             self._check_lock()
-            tracker.begin_tag(folder, tag)
+            begin_tag(folder, tag)
 
         on_rank_0(begin)
         files = self.collect(iteration, skipped_samples, path, self._files)
@@ -224,7 +225,7 @@ class Checkpointer:
         def commit(manifests: list[dict[str, Record]]) -> None:
             self._check_lock()
             records = {name: record for manifest in manifests for name, record in manifest.items()}
-            tracker.commit_tag(folder, save.iteration, records, self._run.checkpoint)
+            commit_tag(folder, save.iteration, records, self._run.checkpoint)
 
         gathered_on_rank_0(written, commit)
         self._failure, self._newest_is_own = None, True
@@ -235,7 +236,7 @@ class Checkpointer:
         try:
             step()
         except UserError as error:
-            path = tracker.unfinished(self._folder, tracker.tag_name(iteration))
+            path = unfinished(self._folder, tracker.tag_name(iteration))
             on_rank_0(lambda: shutil.rmtree(path, ignore_errors=True))  # if the disk allows it
             if self._run.checkpoint.on_save_error == "stop":
                 raise

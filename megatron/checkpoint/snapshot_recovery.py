@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_rank_0
+from megatron.checkpoint.commit import begin_tag, commit_tag
 from megatron.checkpoint.files import Record, check_disk_space, copy_file, disk_errors
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import select_checkpoint
@@ -107,7 +108,7 @@ def _save(run: RunConfig, lock: FolderLock | None, work: Work, iteration: int) -
 
     @disk_errors(save, what, size)
     def begin() -> Path:
-        path = tracker.begin_tag(save, tracker.tag_name(iteration))
+        path = begin_tag(save, tracker.tag_name(iteration))
         check_disk_space(save, f"--save {save}: {what}", size)
         return path
 
@@ -121,7 +122,7 @@ def _save(run: RunConfig, lock: FolderLock | None, work: Work, iteration: int) -
             if lock is not None:
                 lock.check()
             records = {name: record for copied, _ in written for name, record in copied.items()}
-            tracker.commit_tag(save, iteration, records, run.checkpoint)
+            commit_tag(save, iteration, records, run.checkpoint)
         return damaged
 
     return gathered_on_rank_0(disk_errors(save, what, size)(lambda: _write(own, path)), commit)

@@ -1,4 +1,4 @@
-"""The checkpoints of a folder: selects the one to load; creates, commits and removes them. No torch here.
+"""The checkpoints of a folder: finds them, and selects the one to load. ``commit`` writes and removes them. No torch.
 
 SAVE/latest                               name of the newest tag, read by DeepSpeed
 SAVE/latest_checkpointed_iteration.txt    its iteration, read by Megatron
@@ -10,46 +10,35 @@ SAVE/.writer.lock                         the process that saves into the folder
 One process at a time changes a folder.
 """
 
-import json
-import os
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from megatron.checkpoint.compatibility import check_compatible
-from megatron.checkpoint.files import make_folder, replace_text, write_text
 from megatron.checkpoint.manifest import (
     MANIFEST,
-    Manifest,
     check_content,
     check_sizes,
     read_manifest,
     read_text,
-    write_manifest,
 )
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, checked_description
 from megatron.checkpoint.sample_history import check_history
 from megatron.common.errors import CheckpointError
-from megatron.common.files import UNFINISHED, folder_mode, sync_folder
+from megatron.common.files import UNFINISHED
 from megatron.common.reading import LARGEST_SETTINGS, parse_json
-from megatron.config import CheckpointConfig, RunConfig
-from megatron.launch.rank import print_warning
+from megatron.config import RunConfig
 
 LATEST = "latest"
 TRACKER = "latest_checkpointed_iteration.txt"
 UNIVERSAL = "_universal"
 """Suffix of the folder with the universal checkpoint of a tag."""
-_REPLACED = ".replaced"
 _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{,199}")
-_STEP = re.compile(r"global_step([0-9]{1,18})")
-_FOLDERS_AT_ONCE = 16
-"""Number of folders that are removed concurrently, while all ranks wait."""
+STEP = re.compile(r"global_step([0-9]{1,18})")
+"""The tag of an iteration."""
 _NONE_BROKEN: Mapping[str, str] = MappingProxyType({})
 
 
@@ -136,7 +125,7 @@ def tag_at(path: Path) -> SavedRun:
 
 def _tags(folder: Path) -> list[str]:
     """Names of folders that may be checkpoints, complete or not."""
-    names = {path.name for path in folder.glob("global_step*") if _STEP.fullmatch(path.name)}
+    names = {path.name for path in folder.glob("global_step*") if STEP.fullmatch(path.name)}
     names |= {path.parent.name for path in folder.glob(f"*/{MANIFEST}")}
     return sorted(name for name in names if not name.endswith(UNFINISHED) and _TAG.fullmatch(name))
 
@@ -160,7 +149,7 @@ def latest_iteration(folder: Path) -> int | None:
     if not holds_checkpoint(folder):
         return 0
     try:
-        step = _STEP.fullmatch(_latest_tag(folder))
+        step = STEP.fullmatch(_latest_tag(folder))
     except CheckpointError:
         return None
     return int(step[1]) if step else None
@@ -181,7 +170,7 @@ def _read(folder: Path, tag: str, broken: Mapping[str, str]) -> SavedRun:
     except ValueError:
         description = None
     description = checked_description(description, str(path / RUN_FILE))
-    if (step := _STEP.fullmatch(tag)) and int(step[1]) != description["iteration"]:
+    if (step := STEP.fullmatch(tag)) and int(step[1]) != description["iteration"]:
         raise CheckpointError(f"{path} holds iteration {description['iteration']}: its folder was copied or renamed")
     check_history(description, str(path / RUN_FILE))
     saved = SavedRun(folder, tag, description)
@@ -218,96 +207,3 @@ _FILES = {
     "parts": "model-parallel ranks",
     "partitions": "partitions of the optimizer",
 }
-
-
-def begin_tag(folder: Path, tag: str) -> Path:
-    """Create the empty folder to write ``tag`` into. Cleans up after saves that were killed."""
-    make_folder(folder)
-    remove_unfinished(folder)
-    _settle_replaced(folder)
-    path = unfinished(folder, tag)
-    path.mkdir(folder_mode())
-    return path
-
-
-def unfinished(folder: Path, tag: str) -> Path:
-    """The folder that ``tag`` is written into."""
-    return folder / (tag + UNFINISHED)
-
-
-def commit_tag(folder: Path, iteration: int, records: Manifest, config: CheckpointConfig) -> None:
-    """Complete the written tag, rename it, point the trackers to it, and remove tags that ``config`` does not keep.
-
-    ``records`` has the records of its files. If it is killed at any step, the trackers point to a complete checkpoint.
-    Raises CheckpointError if files are missing, as after a host has lost the shared folder.
-    """
-    tag = tag_name(iteration)
-    path, final = unfinished(folder, tag), folder / tag
-    check_sizes(path, records)
-    write_manifest(path, records)
-    if os.path.lexists(final):
-        os.rename(final, final.with_name(tag + _REPLACED))
-    os.rename(path, final)
-    sync_folder(folder)
-    publish(folder, tag, iteration)
-    _settle_replaced(folder)
-    _remove_old_tags(folder, iteration, config)
-
-
-def _settle_replaced(folder: Path) -> None:
-    """Remove each checkpoint that has been replaced; one whose replacement is missing gets its name back."""
-    for replaced in folder.glob(f"global_step*{_REPLACED}"):
-        if os.path.lexists(tag := replaced.with_suffix("")):
-            _remove(replaced)
-        else:
-            os.rename(replaced, tag)
-
-
-def write_description(tag_folder: Path, description: dict[str, Any]) -> None:
-    """Write ``run.json`` and then the manifest, which marks the checkpoint as complete and hashes all its files."""
-    write_text(tag_folder / RUN_FILE, json.dumps(description, indent=2) + "\n")
-    write_manifest(tag_folder, {})
-
-
-def publish(folder: Path, tag: str, iteration: int) -> None:
-    """Point both tracker files to ``tag``, each atomically."""
-    replace_text(folder / LATEST, tag)
-    replace_text(folder / TRACKER, str(iteration))
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove unfinished files and tags, if ``folder`` exists."""
-    for pattern in ("global_step*", ".*"):
-        for path in folder.glob(pattern + UNFINISHED):
-            _remove(path)
-
-
-def _remove_old_tags(folder: Path, iteration: int, config: CheckpointConfig) -> None:
-    """Remove the checkpoints before ``iteration`` that ``--keep-last`` and ``--keep-every`` do not keep."""
-    if config.keep_last is None:
-        return
-    names = (path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
-    steps = sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)) and int(match[1]) <= iteration)
-    for step in steps[: -config.keep_last]:
-        if config.keep_every is None or step % config.keep_every:
-            # Rename it first, so that no program finds a partial checkpoint.
-            path = folder / tag_name(step)
-            removed = unfinished(folder, path.name)
-            os.rename(path, removed)
-            sync_folder(folder)
-            _remove(removed)
-            _remove(folder / f"{path.name}{UNIVERSAL}")
-
-
-def _remove(path: Path) -> None:
-    """Remove what is not needed. What cannot be removed, such as a file that is open on NFS, stays, with a warning."""
-    try:
-        if path.is_dir() and not path.is_symlink():
-            with os.scandir(path) as entries, ThreadPoolExecutor(_FOLDERS_AT_ONCE, "remove") as threads:
-                folders = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-                list(threads.map(shutil.rmtree, folders))
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        print_warning(f"{path} cannot be removed ({error.strerror}); the next save tries again")

@@ -7,7 +7,7 @@ import pytest
 from support.layouts import layout
 from support.training import RankTraining
 
-from megatron.checkpoint.tracker import publish
+from megatron.checkpoint.commit import publish
 
 SAVED = 3
 SETTINGS = (

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import tracker
+from megatron.checkpoint import commit, tracker
+from megatron.checkpoint.commit import begin_tag, commit_tag
 from megatron.checkpoint.files import NewFile, Record, record_of, write_text, xxh128_of
 from megatron.checkpoint.manifest import _render, check_content, read_manifest
 from megatron.checkpoint.tracker import newest
@@ -33,11 +34,11 @@ CHANGES = ("open", "mkdir", "rmdir", "unlink", "rename", "replace", "fsync")
 def save(folder: Path, iteration: int, text: str = "weights", config: CheckpointConfig = KEEP_ALL) -> None:
     """What the ranks do in a save, with text instead of tensors."""
     tag = tracker.tag_name(iteration)
-    place = tracker.begin_tag(folder, tag)
+    place = begin_tag(folder, tag)
     records = {name: write_text(place / name, f"{text} of {name}") for name in ("first.pt", "second.pt")}
     description = {"iteration": iteration, "layout": ONE_PROCESS, "config": {"model": {}}}
     records["run.json"] = write_text(place / "run.json", json.dumps(description))
-    tracker.commit_tag(folder, iteration, records, config)
+    commit_tag(folder, iteration, records, config)
 
 
 def whole_iteration(folder: Path) -> int:
@@ -124,11 +125,11 @@ def test_the_first_save_killed_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_a_file_that_another_host_has_not_written_here_is_missed(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    place = tracker.begin_tag(tmp_path, "global_step2")
+    place = begin_tag(tmp_path, "global_step2")
     records = {name: write_text(place / name, "weights") for name in ("first.pt", "second.pt")}
     (place / "second.pt").unlink()
     with pytest.raises(CheckpointError, match="second.pt is missing"):
-        tracker.commit_tag(tmp_path, 2, records, KEEP_ONE)
+        commit_tag(tmp_path, 2, records, KEEP_ONE)
     assert whole_iteration(tmp_path) == 1
 
 
@@ -202,7 +203,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_fails_no_save(tmp_path: Path, 
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
 
     with monkeypatch.context() as patch:
-        patch.setattr(tracker.shutil, "rmtree", rmtree)
+        patch.setattr(commit.shutil, "rmtree", rmtree)
         for iteration in (1, 2, 3):
             save(tmp_path, iteration, config=KEEP_ONE)
     assert whole_iteration(tmp_path) == 3

@@ -16,9 +16,10 @@ from support.layouts import layout
 from support.programs import TINY_MODEL, Programs
 from support.training import started_engine
 
+from megatron.checkpoint.commit import write_description
 from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.schema import form_errors
-from megatron.checkpoint.tracker import newest, tag_at, write_description
+from megatron.checkpoint.tracker import newest, tag_at
 from megatron.common.errors import CheckpointError
 from megatron.tools.convert.load_and_save import lazy_weights
 from megatron.tools.convert.universal import cached_universal

@@ -11,7 +11,8 @@ import torch
 from support.programs import Programs
 from support.universal_folders import read_state
 
-from megatron.checkpoint.tracker import newest, remove_unfinished
+from megatron.checkpoint.commit import remove_unfinished
+from megatron.checkpoint.tracker import newest
 from megatron.common.errors import ResourceError
 from megatron.tools.convert import universal
 from megatron.tools.convert.universal import cached_universal, convert

@@ -8,7 +8,7 @@ import pytest
 from data.conftest import built
 from support.programs import TINY_MODEL, Programs, read_metrics
 
-from megatron.checkpoint.tracker import publish
+from megatron.checkpoint.commit import publish
 from megatron.config import DataConfig
 from megatron.data.datasets import Datasets
 from megatron.tokenizer import build_tokenizer

@@ -11,7 +11,7 @@ from support.training import RankTraining
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW
 
-from megatron.checkpoint.tracker import publish
+from megatron.checkpoint.commit import publish
 from megatron.engines.optimizers import Lion
 from megatron.engines.optimizers.muon import Matrix, Muon
 from megatron.engines.optimizers.skipping import scale_and_skip, takes_scale

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from support.command_lines import CPU
 
+from megatron.checkpoint.commit import publish, write_description
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly
 from megatron.checkpoint.run_file import describe
-from megatron.checkpoint.tracker import publish, replaces_others, write_description
+from megatron.checkpoint.tracker import replaces_others
 from megatron.cli import parse_run
 from megatron.common.errors import CheckpointError, UserError
 from megatron.config import RunConfig

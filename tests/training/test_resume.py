@@ -5,7 +5,7 @@ import shutil
 import pytest
 from support.programs import read_metrics
 
-from megatron.checkpoint.tracker import publish
+from megatron.checkpoint.commit import publish
 
 SETTINGS = ("--train-iters 4 --batch-size 2 --gas 2 --eval-iters 1 --eval-interval 2 --num-workers 1").split()
 EXACT = ("consumed_samples", "lm_loss", "learning_rate", "grad_norm", "validation_loss", "test_loss")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import set_default_mmap_options, skip_data
 
+from megatron.checkpoint.commit import publish, write_description
 from megatron.checkpoint.huggingface import our_weights, their_weights
 from megatron.checkpoint.load import CHECKPOINT_VERSION
 from megatron.checkpoint.parameter_state import SavedStates
@@ -21,7 +22,6 @@ from megatron.checkpoint.run_file import SavedRun, describe
 from megatron.checkpoint.saved_layout import model_file
 from megatron.checkpoint.schema import check_copies, form_errors
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_file
-from megatron.checkpoint.tracker import publish, write_description
 from megatron.common.errors import CheckpointError, shown
 from megatron.common.tokenizer_files import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.config import CheckpointConfig, DataConfig, RunConfig
