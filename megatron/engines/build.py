@@ -1,7 +1,6 @@
 """Builds the engine of a run: a subclass of a DeepSpeed engine with model, optimizer and learning-rate schedule."""
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from megatron.common.errors import ConfigError, first_line
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.memory import DEFAULT_REDUCE_BUCKET
 from megatron.engines.compiler import import_compiler_late, learn_functions_of_torch
@@ -62,22 +60,6 @@ def build_engine(run: RunConfig, layout: ParallelLayout, lr_scheduler: Scheduler
         )
     assert isinstance(engine, Engine), "deepspeed.initialize has not used the replaced engine classes"
     return engine
-
-
-def check_safe_modules(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError if ``torch_autocast`` of a DeepSpeed config names what is no class of modules."""
-    section = config.get("torch_autocast", {})
-    for name in section.get("lower_precision_safe_modules", ()) if section.get("enabled") else ():
-        package, _, class_ = name.rpartition(".")
-        try:
-            found, reason = getattr(importlib.import_module(package), class_), ""
-        except Exception as error:  # the package may raise any
-            found, reason = None, f" ({first_line(error)})"
-        if not (isinstance(found, type) and issubclass(found, nn.Module)):
-            raise ConfigError(
-                f"torch_autocast.lower_precision_safe_modules: {name} is no class of modules{reason}: write one such "
-                "as torch.nn.Linear, or remove it"
-            )
 
 
 def freeze(module: nn.Module, model: ModelConfig) -> None:

@@ -1,9 +1,10 @@
 """Starts ranks and engine from a checked configuration, and logs the configuration and the start of a run."""
 
 import dataclasses
+import importlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ from megatron.checkpoint.load import Loaded, load_checkpoint
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.save import Checkpointer
 from megatron.checkpoint.tracker import replaces_others
-from megatron.common.errors import counted
+from megatron.common.errors import ConfigError, counted, first_line
 from megatron.config import RunConfig, flag_fields
 from megatron.config.fields import flag_of
 from megatron.engines import deepspeed_silenced
-from megatron.engines.build import build_engine, check_safe_modules
+from megatron.engines.build import build_engine
 from megatron.engines.engine import Engine
 from megatron.engines.gradient_norm import counted_once, sum_over_model
 from megatron.engines.state import optimizer_name
@@ -70,6 +71,22 @@ def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator
     ):
         model_parallel_manual_seed(run.train.seed, layout)
         yield layout, progress
+
+
+def check_safe_modules(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if ``torch_autocast`` of a DeepSpeed config names what is no class of modules."""
+    section = config.get("torch_autocast", {})
+    for name in section.get("lower_precision_safe_modules", ()) if section.get("enabled") else ():
+        package, _, class_ = name.rpartition(".")
+        try:
+            found, reason = getattr(importlib.import_module(package), class_), ""
+        except Exception as error:  # the package may raise any
+            found, reason = None, f" ({first_line(error)})"
+        if not (isinstance(found, type) and issubclass(found, nn.Module)):
+            raise ConfigError(
+                f"torch_autocast.lower_precision_safe_modules: {name} is no class of modules{reason}: write one such "
+                "as torch.nn.Linear, or remove it"
+            )
 
 
 def _same_on_all_ranks(run: RunConfig) -> dict[str, Any]:

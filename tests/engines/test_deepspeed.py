@@ -17,8 +17,8 @@ from megatron.engines import (
     discover_mpi_ranks,
     reports_optional,
 )
-from megatron.engines.build import check_safe_modules
 from megatron.tools.reporting.tracing import collectives_timed
+from megatron.training.setup import check_safe_modules
 
 
 def test_the_installed_version_is_the_tested_one() -> None:
