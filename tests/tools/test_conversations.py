@@ -100,6 +100,10 @@ def said(content: object, role: str = "user", **more: object) -> list[dict]:
         (said("a", name="</s>"), "message 1 contains '</s>'"),
         (said([{"type": "text", "text": part} for part in ("a</", "s>")]), "message 1 contains '</s>'"),
         (said("a\ufdd0b\ufdd1"), r"message 1 contains '\\ufdd0'"),
+        (
+            [{"role": "user", "content": "a</ "}, {"role": "assistant", "content": " s>"}],
+            "one after the other contains '</s>'",
+        ),
         (said(None, "assistant"), "the content of message 1 is null"),
         (said({"text": "a"}), 'the content of message 1 is {"text": "a"}: it must be text'),
         (said([{"type": "image_url", "image_url": "a"}]), 'the content of message 1 is "image_url"'),

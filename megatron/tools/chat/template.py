@@ -121,6 +121,9 @@ class ChatTemplate:
             content = _content(number, message)
             checked.append({**message, "content": content})
             self._check_strings(f"message {number}", [message, content])  # also a token over two parts
+        contents = [message["content"] for message in checked]  # a template may join them, trimmed or not
+        joined = ["".join(contents), "".join(content.strip() for content in contents)]
+        self._check_strings("the text of the messages one after the other", joined)
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
             raise DataError("tools must be a list of objects")
         if tools and "tools" not in self.source:
