@@ -115,9 +115,12 @@ def read_json(path: str | Path, *, largest: int = LARGEST_JSON) -> Any:
 
 
 def parse_json(text: str | bytes, **settings: Any) -> Any:
-    """The value of a JSON text, by ``json.loads``. Raises ValueError, also for brackets that are nested too deep."""
+    """The value of a JSON text, by ``json.loads``; bytes are UTF-8, as in every file that these programs read.
+
+    Raises ValueError, also for brackets that are nested too deep.
+    """
     try:
-        value = json.loads(text, **settings)
+        value = json.loads(text if isinstance(text, str) else str(text, "utf-8-sig"), **settings)
     except RecursionError:
         raise ValueError("nested too deep") from None
     level = [value]

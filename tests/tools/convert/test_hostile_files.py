@@ -122,6 +122,14 @@ def test_a_weight_that_is_not_finite_is_named_as_in_its_file(tmp_path: Path, fil
         list(read_huggingface(tmp_path).weights.values())
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32-le"])
+def test_a_configuration_is_utf_8(tmp_path: Path, encoding: str):
+    (tmp_path / "config.json").write_text(json.dumps(GPT2), encoding=encoding)
+    save_file(weights(), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="config.json is not JSON"):
+        read_huggingface(tmp_path)
+
+
 def test_a_tokenizer_of_gigabytes_is_not_copied(tmp_path: Path):
     with open(tmp_path / "tokenizer_config.json", "wb") as file:
         file.truncate(4 << 30)
