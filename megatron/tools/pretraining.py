@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.cli import read_run
+from megatron.common.columns import wrapped
 from megatron.common.environment import rank
 from megatron.config import RunConfig
 from megatron.launch.environment import prepare_environment
@@ -42,7 +43,7 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE, callbacks: Sequence[Call
         arguments, chosen = arguments_at_world_size(sys.argv[1:], os.environ, architecture)
         parsed = read_run(arguments, os.environ, architecture)
         if is_main_rank:
-            print(f"> elastic   {chosen}", flush=True)
+            print(wrapped(f"> elastic   {chosen}"), flush=True)
     if parsed.run.logging.explain:
         from megatron.tools.planning.explain import explain
 

@@ -16,6 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from megatron.common.columns import COLUMNS, wrapped
 from megatron.common.units import duration, with_prefix
 from megatron.config import RunConfig
 from megatron.engines.status import StepStatus
@@ -25,8 +26,6 @@ from megatron.training.callbacks import Callback, warn_if_unwritable
 
 _QUIET_SECONDS = 5.0
 """Seconds without output after which a terminal gets a progress line."""
-_COLUMNS = 160
-"""Maximum width of a progress line; a longer one is wrapped."""
 _EVALUATED = 25
 """Batches between two progress lines of an evaluation, if the output is no terminal."""
 
@@ -65,7 +64,7 @@ class MetricsLogger:
         """Print ``text`` on the main rank."""
         self._last_printed = time.monotonic()
         if self._is_main_rank:
-            print(text, flush=True)
+            print(wrapped(text), flush=True)
 
     def text(self, name: str, text: str) -> None:
         """Add ``text`` to TensorBoard."""
@@ -258,7 +257,7 @@ def _progress_line(iteration: int, last: int, averaged: int, values: Mapping[str
         parts.insert(1, f"batch {values['global_batch_size']}")
     lines = [parts[0]]
     for part in parts[1:]:
-        if len(lines[-1]) + len(part) + 5 > _COLUMNS:
+        if len(lines[-1]) + len(part) + 5 > COLUMNS:
             lines[-1], part = f"{lines[-1]} |", f"  {part}"
             lines.append(part)
         else:

@@ -23,6 +23,8 @@ from megatron.launch.rank import _report_thread
 from megatron.tools.reporting.files import read_series
 from megatron.training.callbacks import OWN_METRICS
 from megatron.training.metrics import MetricsLogger
+from megatron.training.setup import log_configuration
+from megatron.training.summary import describe_config
 
 STEP_KEYS = {"iteration", *OWN_METRICS}
 
@@ -100,6 +102,22 @@ def test_the_line_names_units_that_fit_and_only_what_applies(monkeypatch, capsys
     wide = replace(half, train=replace(half.train, train_iters=10**12))
     lines, _ = lines_of_slow_iterations(wide, monkeypatch, capsys, is_terminal=False)
     assert lines[0].startswith("iteration") and lines[1].startswith("  ") and max(map(len, lines)) <= 160
+
+
+WIDE = """--position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 2048
+    --normalization RMSNorm --swiglu --qk-layernorm --disable-bias-linear --add-qkv-bias --num-query-groups 2 --bf16
+    --untie-embeddings-and-output-weights --num-experts 8 --moe-shared-expert-intermediate-size 64"""
+
+
+def test_lines_about_a_run_fit_and_keep_their_words(capsys):
+    run = parse(WIDE)
+    words = " ".join(f"> {name:9} {text}" for name, text in describe_config(run).items()).split()
+    assert max(map(len, describe_config(run).values())) > 190
+    log_configuration(run, MetricsLogger(run, is_main_rank=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 160 and all(line.startswith("> ") for line in lines)
+    shown = " ".join(line.removeprefix(">           ") for line in lines).split()
+    assert shown[: len(words)] == words
 
 
 def test_a_terminal_is_never_quiet_for_long_and_files_do_not_depend_on_it(monkeypatch, capsys, tmp_path):

@@ -12,6 +12,7 @@ from math import ceil
 from megatron.checkpoint.snapshot_files import describe_snapshots
 from megatron.cli import ParsedRun
 from megatron.cli.validation import RULES
+from megatron.common.columns import wrapped
 from megatron.common.environment import ranks_on_host
 from megatron.common.errors import ConfigError, UserError, counted
 from megatron.common.units import with_prefix
@@ -47,7 +48,7 @@ def explain(reading: ParsedRun) -> None:
         run, _ = check(run)
     except UserError as error:  # missing files on this host do not make the layout invalid
         failure = error
-    print("\n".join(_configuration(run)))
+    print(wrapped("\n".join(_configuration(run))))
     if failure:
         raise failure
 
@@ -58,7 +59,7 @@ def dry_run(run: RunConfig) -> None:
     ``run`` must be checked, with known vocabulary size.
     """
     parallel = run.parallel
-    print("\n".join(_heading(run)))
+    print(wrapped("\n".join(_heading(run))))
     memories = stage_memory(run)
     for rank in run.logging.ranks or range(0, parallel.world_size, parallel.world_size // parallel.pipe_stages):
         print("\n".join(_rank(parallel, rank, memories)), flush=True)
