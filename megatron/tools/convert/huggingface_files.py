@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from megatron.tools.chat.files import recorded_template
 from megatron.tools.chat.template import ChatPrompts
 
 TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+ADDED = "added_tokens.json"
 LOWER_CASE, CASED = BERT.tokenizers
 (SENTENCEPIECE_MODEL,) = TOKENIZER_FILES[SENTENCEPIECE]
 TOKENIZERS = (TOKENIZER, SENTENCEPIECE_MODEL)
@@ -126,10 +127,9 @@ def read_run_tokenizer(
 
 
 def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | None:
-    """The tokenizer in a Hugging Face folder with the model ``config``: ``tokenizer.json``, or vocabulary files alone.
+    """The tokenizer in a Hugging Face folder with the model ``config``: ``tokenizer.json``, or vocabulary files.
 
-    Vocabulary files lack added tokens. None if there is none, or a kind that is not converted. Raises CheckpointError
-    or DataError if it cannot be used.
+    None if there is none, or a kind that is not converted. Raises CheckpointError or DataError if it cannot be used.
     """
     form = format_of(config)
     if form.keeps_rows:
@@ -142,9 +142,24 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | Non
     if not all(path.exists() for path in paths):
         return None
     if form is GPT2_FORMAT:
-        return read_bpe(*map(str, paths))
+        vocabulary = read_bpe(*map(str, paths))
+    else:
+        settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
+        vocabulary = read_word_pieces(str(paths[0]), None, lower_case=bool(settings.get("do_lower_case", True)))
+    tokens = {**_added_tokens(folder), **vocabulary.tokens}
+    check_ids(f"{paths[0]} with the added tokens beside it", tokens)
+    return replace(vocabulary, tokens=tokens)
+
+
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """Tokens and ids that a folder without ``tokenizer.json`` adds to its vocabulary file. Raises CheckpointError."""
+    added = read_json(folder / ADDED) if (folder / ADDED).exists() else {}
     settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
-    return read_word_pieces(str(paths[0]), None, lower_case=bool(settings.get("do_lower_case", True)))
+    try:
+        decoder = (settings.get("added_tokens_decoder") or {}).items()
+        return added | {token["content"]: int(id) for id, token in decoder}
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise CheckpointError(f"{folder / SETTINGS}: added_tokens_decoder does not map ids to tokens") from None
 
 
 def _llama_bpe(folder: Path, config: ModelConfig) -> Vocabulary | None:
@@ -189,6 +204,7 @@ CARRIED = (
     TOKENIZER,
     SETTINGS,
     "special_tokens_map.json",
+    ADDED,
     SENTENCEPIECE_MODEL,
     GENERATION,
     CHAT_TEMPLATE,
@@ -212,29 +228,28 @@ def files_for_huggingface(
 ) -> dict[str, Path]:
     """The files to copy for the model ``config`` with this ``run.json``, saved in ``folder``.
 
-    They are in ``folder`` if from-hf has written it, else in the folder from which the run loaded its model; but if the
-    tokenizer there is not the run's, they are where the run read its own, which may also be a file of any name.
-    ``tokenizer`` is the run's if it is converted.
+    They are the files of the Hugging Face folder that the model is from, or else those next to the tokenizer that the
+    run read: whichever has the tokenizer of the run. ``tokenizer`` is the run's if it is converted.
     """
     data, saved = (description["config"].get(section, {}) for section in ("data", "checkpoint"))
     kind, own = data.get("tokenizer_type"), _files_of_tokenizer(data)
 
-    def hash_in(files: Mapping[str, Path]) -> str | None:
-        file = files.get(TOKENIZER_FILES[kind][0])
-        return tokenizer_hash(kind, str(file), None, eod=config.eod_token) if file else None
-
-    def is_of_run(files: Mapping[str, Path]) -> bool:
+    def tokenizer_in(files: Mapping[str, Path]) -> Vocabulary | str | None:
+        """The tokenizer among ``files``, of one that is copied its hash; None if there is none."""
         if tokenizer is not None:
             with suppress(UserError):
-                return read_folder_tokenizer(next(iter(files.values())).parent, config) == tokenizer
-            return False
-        if kind not in PUBLISHED:
-            return data.get("vocab_file") is None
-        return (data.get("tokenizer_hash") or hash_in(own)) in (None, hash_in(files))
+                return read_folder_tokenizer(next(iter(files.values())).parent, config)
+        elif kind in PUBLISHED and (file := files.get(TOKENIZER_FILES[kind][0])):
+            return tokenizer_hash(kind, str(file), None, eod=config.eod_token)
+        return None
 
-    places = [carried_files(Path(place)) for place in (folder, saved.get("load_hf"), saved.get("load")) if place]
-    files = next((files for files in places if HF_CONFIG in files), own)
-    return next((found for found in (files, own) if found and is_of_run(found)), {})
+    if kind in PUBLISHED:
+        expected = tokenizer or data.get("tokenizer_hash") or tokenizer_in(own)
+    else:  # a vocabulary that is not converted is in no folder
+        expected = tokenizer or data.get("vocab_file")
+    places = (carried_files(Path(place)) for place in (folder, saved.get("load_hf"), saved.get("load")) if place)
+    of_model = next((files for files in places if HF_CONFIG in files), {})
+    return next((files for files in (of_model, own) if files and expected in (None, tokenizer_in(files))), {})
 
 
 def _files_of_tokenizer(data: Mapping[str, Any]) -> dict[str, Path]:
@@ -283,13 +298,13 @@ def copy_carried(files: Mapping[str, Path], folder: Path) -> None:
 
 
 def count_tokens(folder: Path) -> int | None:
-    """The number of tokens of the tokenizer.json in a folder, including added tokens, or of the vocab.json alone.
+    """The number of tokens of the tokenizer.json or vocab.json in a folder, including added tokens.
 
     None if there is neither. Raises CheckpointError if the file is broken.
     """
     file, vocabulary = folder / TOKENIZER, folder / TOKENIZER_FILES[GPT2_BPE][0]
     if not file.exists():
-        return len(read_json(vocabulary)) if vocabulary.is_file() else None
+        return len(read_json(vocabulary) | _added_tokens(folder)) if vocabulary.is_file() else None
     tree = read_json(file)
     try:
         model = tree["model"]["vocab"]
