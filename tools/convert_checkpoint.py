@@ -171,12 +171,14 @@ def _join_llava(args: argparse.Namespace) -> None:
     check_values(args, {"image_token_id": "[0, inf)"})
 
     from megatron.model.huggingface import HF_CONFIG
+    from megatron.model.huggingface.llava import PROCESSORS
     from megatron.tools.convert.huggingface_files import carried_files
     from megatron.tools.convert.join_llava import joined_llava
     from megatron.tools.convert.load_and_save import write_huggingface
 
     model = joined_llava(args.path, args.language_model, args.image_token_id, args.vision_feature_layer, args.seed)
     carried = {name: file for name, file in carried_files(args.language_model).items() if name != HF_CONFIG}
+    carried |= {name: file for name, file in carried_files(args.path).items() if name == PROCESSORS[0]}
     with new_output(args) as folder:
         write_huggingface(folder, model, None, max_shard_size=shard_size(args), carried=carried)
     report(args, model)

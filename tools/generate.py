@@ -230,7 +230,7 @@ def _images(args: argparse.Namespace, source: Source) -> ImageReader | None:
     if args.on_long_context == "slide":
         raise ConfigError("--on-long-context slide: an image cannot be cut: leave it out")
     try:
-        images = [read_image(path, source.config.vision_image_size) for path in args.image]
+        images = [read_image(path, source.config.vision_image_size, source.config.image_fit) for path in args.image]
     except DataError as error:
         raise ConfigError(f"--image {error}") from None
     return ImageReader(source.config, images, (args.sample_input_file or Path()).parent)

@@ -235,6 +235,7 @@ _LAYER_FIELDS = (
 )
 _IMAGE_FIELDS = (
     "image_token_id",
+    "image_fit",
     "vision_layernorm_epsilon",
     "vision_feature_layer",
     "vision_feature_select_strategy",

@@ -8,6 +8,12 @@ from megatron.config.fields import derived, flag
 
 _vision_flag = partial(flag, models="llava")
 
+STRETCH = "stretch"
+PIXELS = {
+    "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+    "siglip": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+}
+"""Encoder kind to the mean and standard deviation, per RGB channel in [0, 1], that normalize its pixels."""
 PARTS = ("vision", "projector", "language")
 """Parts of a vision-language model. Any other model has only ``language``."""
 
@@ -74,6 +80,8 @@ class VisionConfig:
     )
     vision_lr_mult: float = _vision_flag(1.0, "Learning rate of the encoder, times --lr.", within="(0, inf)")
     projector_lr_mult: float = _vision_flag(1.0, "Learning rate of the projector, times --lr.", within="(0, inf)")
+    image_fit: str = derived(STRETCH)
+    """How images become squares: ``stretch``, ``crop``, which cuts out the middle, or ``pad #RRGGBB`` with a color."""
     text_seq_length: int = derived(0)
     """Tokens of a sample, placeholders included."""
     text_samples: int = derived(1)

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from megatron.common.errors import ConfigError
+from megatron.common.errors import ConfigError, DataError
 from megatron.config import DataConfig, TrainConfig
 from megatron.config.data import SPLITS
 from megatron.data.bert_dataset import BertDataset
@@ -21,7 +21,7 @@ from megatron.data.map_cache import Form, Recipe, cache_folder, cached, digest, 
 from megatron.data.mock_dataset import mock_samples
 from megatron.data.sft_dataset import SFTDataset
 from megatron.data.splits import OrderedSamples, Source, find_sources, has_split, split_weights
-from megatron.data.t5_dataset import PairDataset, T5Dataset
+from megatron.data.t5_dataset import PairDataset, T5Dataset, span_problem
 
 PretrainingSamples: TypeAlias = GPT2Dataset | BertDataset | T5Dataset
 IndexedSamples: TypeAlias = PretrainingSamples | SFTDataset | PairDataset
@@ -46,6 +46,8 @@ def check_data(data: DataConfig, samples: Mapping[str, int], *, masked_lm: bool 
     """
     if data.mock_data:
         split_weights(data.split)
+        if masked_lm and data.decoder_seq_length and (problem := span_problem(data)):
+            raise DataError(problem)
         return []
     skipped: list[str] = []
     find_sources(data, samples, check=_samples_class(data, masked_lm).problem, skipped=skipped)

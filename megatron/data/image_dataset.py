@@ -3,6 +3,7 @@
 In the text, an image is a sequence of placeholder tokens, one for each embedding of the image.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,9 @@ import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.common.files import replace_file
+from megatron.common.reading import read_bytes
 from megatron.config import DataConfig
-from megatron.config.vision import ImageFormat
+from megatron.config.vision import STRETCH, ImageFormat
 from megatron.data.mapped_file import map_file, parse_npy
 from megatron.data.sft_dataset import TOKENS, SFTDataset
 from megatron.data.splits import Source
@@ -131,6 +133,28 @@ class ImageStore:
             raise DataError(f"{starts} does not fit the {len(self.pixels)} images of {pixels}: make both again")
 
 
+def common_image_fit(prefixes: Sequence[str]) -> str:
+    """How the images of the data sets became squares (``VisionConfig.image_fit``), recorded next to them.
+
+    Raises DataError if the data sets differ, or a record is damaged.
+    """
+    fits: dict[str, str] = {}
+    for prefix in prefixes:
+        file = _fit_file(prefix)
+        fit = read_bytes(file, largest=1024).decode("utf-8", "replace") if file.exists() else STRETCH
+        fits.setdefault(fit, prefix)
+        if not re.fullmatch(r"stretch|crop|pad #[0-9a-f]{6}", fit):
+            raise DataError(f"{file} does not say how images became squares: make the data set again")
+    if len(fits) > 1:
+        (one, first), (other, second), *_ = fits.items()
+        raise DataError(f"the images of {first} were made with {one}, of {second} with {other}: make one of them again")
+    return next(iter(fits), STRETCH)
+
+
+def _fit_file(prefix: str) -> Path:
+    return Path(f"{prefix}_image_fit.txt")
+
+
 def _paths(prefix: str) -> tuple[Path, Path]:
     return Path(f"{prefix}_images.npy"), Path(f"{prefix}_image_starts.npy")
 
@@ -148,10 +172,11 @@ def _read(path: Path, dtype: type[np.integer], dimensions: int) -> np.ndarray:
 
 
 @contextmanager
-def image_writer(prefix: str, size: int) -> Iterator[Callable[[Sequence[np.ndarray]], None]]:
+def image_writer(prefix: str, size: int, fit: str = STRETCH) -> Iterator[Callable[[Sequence[np.ndarray]], None]]:
     """Write the files of an ``ImageStore`` in little memory; yields ``add(images)``, called for each document in order.
 
-    ``images`` are uint8 [size, size, 3]. The files get their names when the block ends without an exception.
+    ``images`` are uint8 [size, size, 3], made by ``fit``, which is recorded. The files get their names when the block
+    ends without an exception.
     """
     pixels, starts = _paths(prefix)
     counts = [0]
@@ -171,6 +196,10 @@ def image_writer(prefix: str, size: int) -> Iterator[Callable[[Sequence[np.ndarr
         assert file.tell() == begin, "NumPy pads the header, so that a larger number of images fits"
     with replace_file(starts) as file:
         np.save(file, np.array(counts, np.int64))
+    _fit_file(prefix).unlink(missing_ok=True)
+    if fit != STRETCH:
+        with replace_file(_fit_file(prefix), text=True) as file:
+            file.write(fit)
 
 
 def _write_header(file: IO[bytes], images: int, size: int) -> None:

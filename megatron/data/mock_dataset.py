@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.bert_dataset import SPECIAL_TOKENS, PairVocabulary, pair_sample
 from megatron.data.splits import OrderedSamples, seed_words
-from megatron.data.t5_dataset import FRAME, corrupted
+from megatron.data.t5_dataset import FRAME, corrupted, span_problem
 from megatron.tokenizer import Tokenizer, span_vocabulary, tokenizer_of
 
 
@@ -78,6 +79,9 @@ class MockT5Dataset(MockDataset):
     """Samples for T5 in the format of ``T5Dataset``, of consecutive tokens with spans replaced."""
 
     def __init__(self, samples: int, data: DataConfig, seeds: Sequence[int]) -> None:
+        """Raises DataError if the spans of a sample cannot fit."""
+        if problem := span_problem(data):
+            raise DataError(problem)
         self._data, self._vocabulary = data, span_vocabulary(data)
         super().__init__(samples, np.arange(self._vocabulary.text_tokens), data.seq_length, seeds)
 

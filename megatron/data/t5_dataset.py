@@ -13,7 +13,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS, target_prefix
 from megatron.data.indexed_dataset import IndexedDataset, check_tokens
@@ -43,7 +42,7 @@ class T5Dataset(SentenceDataset):
         """An error message for a source that does not hold a single sample of the split ``name``, else None."""
         _, indexed, documents = source
         if np.diff(indexed.doc_idx[documents.start : documents.stop + 1]).any():
-            return None
+            return span_problem(data)
         return (
             f"{describe_split(data, name, source)} ({len(documents)} of {indexed.num_documents} documents) holds no "
             f"sentence: {advice(data, name, source)}"
@@ -52,40 +51,45 @@ class T5Dataset(SentenceDataset):
     def _sample(self, run: Run, index: int) -> np.ndarray:
         tokens = self._tokens(run, self._vocabulary.text_tokens)
         random = np.random.RandomState((self._seed + index) % 2**32)
-        try:
-            return corrupted(tokens[: run.target], run.target, self._vocabulary, self._data, random)
-        except DataError as error:
-            raise DataError(f"sample {index} of {self.indexed.prefix}: {error}") from None
+        return corrupted(tokens[: run.target], run.target, self._vocabulary, self._data, random)
 
     def _parts(self, run: Run, index: int) -> Sequence[range]:
         return [range(min(int(self.indexed.sizes[run.first : run.end].sum()), run.target))]
+
+
+def span_problem(data: DataConfig) -> str | None:
+    """An error message if the spans of a text as long as the encoder reads cannot fit, else None."""
+    tokens = int(data.mask_prob * (data.seq_length - FRAME))
+    spans = -(-tokens // LONGEST_SPAN)
+    if spans > data.vocab_extra_ids:
+        return (
+            f"{tokens} tokens in {spans} spans are more than the {data.vocab_extra_ids} sentinels: raise "
+            "--vocab-extra-ids, or lower --mask-prob"
+        )
+    if (length := tokens + spans + 1) > data.decoder_seq_length:
+        return (
+            f"the spans have {length} tokens, more than --decoder-seq-length {data.decoder_seq_length}: raise it, or "
+            "lower --mask-prob"
+        )
+    return None
 
 
 def corrupted(
     tokens: np.ndarray, target: int, vocabulary: SpanVocabulary, data: DataConfig, random: np.random.RandomState
 ) -> np.ndarray:
     """A sample of at most ``target`` ``tokens``, with random spans replaced by sentinels; see ``framed``."""
-    return framed(tokens, chosen_spans(tokens, target, vocabulary, data.mask_prob, random), vocabulary, data)
+    room = data.decoder_seq_length - 1  # for the end of the sequence
+    return framed(tokens, chosen_spans(tokens, target, vocabulary, data.mask_prob, room, random), vocabulary, data)
 
 
 def framed(tokens: np.ndarray, spans: Sequence[range], vocabulary: SpanVocabulary, data: DataConfig) -> np.ndarray:
     """Inputs of encoder and decoder, and labels, concatenated, int64 [encoder + 2 x decoder].
 
     A sentinel replaces each of the ``spans`` in the encoder's input. Decoder input and labels are, for each span, its
-    sentinel and its tokens. Raises DataError if there are too few sentinels or the decoder's sequence is too short.
+    sentinel and its tokens, for which there must be room.
     """
-    if len(spans) > len(vocabulary.sentinels):
-        raise DataError(
-            f"{len(spans)} spans are more than the {len(vocabulary.sentinels)} sentinels: raise --vocab-extra-ids, or "
-            "lower --mask-prob"
-        )
     sentinels = [int(sentinel) for sentinel in vocabulary.sentinels[: len(spans)]]
     predicted = [token for mark, span in zip(sentinels, spans, strict=True) for token in (mark, *tokens[span])]
-    if len(predicted) >= data.decoder_seq_length:
-        raise DataError(
-            f"the spans have {len(predicted) + 1} tokens, more than --decoder-seq-length {data.decoder_seq_length}: "
-            "raise it, or lower --mask-prob"
-        )
     text: list[int] = []
     end = 0
     for mark, span in zip(sentinels, spans, strict=True):
@@ -111,18 +115,25 @@ def padded(text: Sequence[int], predicted: Sequence[int], vocabulary: SpanVocabu
 
 
 def chosen_spans(
-    tokens: np.ndarray, target: int, vocabulary: SpanVocabulary, mask_prob: float, random: np.random.RandomState
+    tokens: np.ndarray,
+    target: int,
+    vocabulary: SpanVocabulary,
+    mask_prob: float,
+    room: int,
+    random: np.random.RandomState,
 ) -> list[range]:
     """Draw spans of complete words, in order, that cover a fraction ``mask_prob`` of all tokens, or a little less.
 
     Spans start at words in random order, and have a geometrically distributed number of words, shortened to the tokens
-    that are left; a span that overlaps an earlier one is dropped.
+    that are left; a span that overlaps an earlier one is dropped. There are at most as many as sentinels, and at most
+    ``room`` tokens of spans and sentinels.
     """
     most = min(mask_prob * target, max(1, round(len(tokens) * mask_prob)))
     words = _words(tokens, vocabulary)
-    taken, count, spans = np.zeros(len(tokens), bool), 0, []
+    taken, count, spans = np.zeros(len(tokens), bool), 0, list[list[int]]()
     for first in _shuffled(len(words), random):
-        if count >= most:
+        most = min(most, room - len(spans) - 1)
+        if count >= most or len(spans) == len(vocabulary.sentinels):
             break
         number = min(random.geometric(STOP), LONGEST_SPAN)
         while number and count + len(span := _positions(words, first, number)) > most:

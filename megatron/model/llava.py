@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
+from megatron.config.vision import PIXELS
 from megatron.model.architectures import architecture_of
 from megatron.model.embedding import WordEmbedding
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
@@ -27,11 +28,6 @@ from megatron.parallel.tensor.mappings import copy_to_model_parallel_region
 
 Images = tuple[Tensor, Tensor]
 """State passed between layers: (image hidden, tokens)."""
-PIXELS = {
-    "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
-    "siglip": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-}
-"""Encoder kind to the mean and standard deviation, per RGB channel in [0, 1], that normalize its pixels."""
 
 
 class PatchEmbedding(nn.Module):

@@ -29,6 +29,7 @@ from megatron.data.fingerprint import (
     tokenizer_hash,
     without_tokenizer,
 )
+from megatron.data.image_dataset import common_image_fit
 from megatron.data.image_slots import with_image_slots
 from megatron.data.map_cache import cache_folder
 from megatron.data.splits import check_token_type
@@ -130,6 +131,8 @@ def _with_vocabulary(run: RunConfig, *, is_sound: bool) -> RunConfig:
     )
     if architecture_of(run.model).is_encoder_decoder:
         model = replace(model, decoder_start_token=span_vocabulary(data).bos)
+    if run.data.image_format:
+        model = replace(model, image_fit=common_image_fit(data.prefixes))
     if is_sound and (run.checkpoint.save or run.checkpoint.load):
         hash_of_tokenizer = tokenizer_hash(data.tokenizer_type, data.vocab_file, data.merge_file, eod=vocabulary.eod)
         caches = partial(cache_folder, data)
@@ -150,6 +153,11 @@ def _check_huggingface(run: RunConfig) -> None:
         raise CheckpointError(
             f"--load-hf {folder}: its table has {config.vocab_size} rows, and the tokenizer {run.model.vocab_size} "
             "tokens: give the tokenizer of that model"
+        )
+    if config.image_fit != run.model.image_fit and not run.checkpoint.override:
+        raise CheckpointError(
+            f"--load-hf {folder}: its processor makes squares of images by {config.image_fit}, and the data set has "
+            f"them by {run.model.image_fit}: make the data set again, or add --override"
         )
     if problems := [
         f"{entry.file}: {name} is of type {entry.dtype}, and can be {', '.join(FLOATS)}"

@@ -91,6 +91,23 @@ def test_what_does_not_fit_is_an_error_of_one_line(settings, changes, message):
     assert len(caught.value.messages) == 1
 
 
+@pytest.mark.parametrize(("changes", "most"), [({"decoder_seq_length": 8}, 7), ({"vocab_extra_ids": 1}, 1)])
+def test_spans_that_do_not_fit_are_left_out(settings, changes, most):
+    data = DataConfig(**settings | changes)
+    whole, size = build(settings), span_vocabulary(data).size
+    dataset = built(data, {"train": 60}, vocab_size=size, seed=7, masked_lm=True).train
+    length, shorter = 40 + dataset[0][40:].size // 2, 0
+    for n in range(len(dataset)):
+        encoder, decoder, labels = (part.tolist() for part in np.split(dataset[n], [40, length]))
+        labels = [token for token in labels if token >= 0]
+        sentinels = [token for token in labels if token >= BOS + 2]
+        assert len(labels) <= len(decoder) and min(len(labels) - 1, len(sentinels)) <= most
+        (span,) = dataset.spans(n)
+        assert put_back([token for token in encoder if token >= 0], labels) == span.tokens().tolist()
+        shorter += len(labels) < len(parts(whole[n])[2])
+    assert 0 < shorter
+
+
 def test_mock_samples_have_the_same_form(settings):
     data = DataConfig(
         mock_data=True, tokenizer_type="NullTokenizer", vocab_size=200, vocab_extra_ids=20, seq_length=40,

@@ -5,7 +5,7 @@ GPT-2, the models of the Llama family, BERT, T5 1.1 and LLaVA are converted in b
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from megatron.model.huggingface.formats import (
     shapes_of,
 )
 from megatron.model.huggingface.llama import LLAMA_FORMATS, family_of
-from megatron.model.huggingface.llava import LLAVA_FORMAT, OTHER_FLAGS, SHAPE
+from megatron.model.huggingface.llava import LLAVA_FORMAT, OTHER_FLAGS, PROCESSORS, SHAPE, read_image_fit
 
 HF_CONFIG = "config.json"
 FORMATS: dict[str, Format] = {
@@ -46,7 +46,16 @@ def read_config(folder: Path, *, vocab_size: int | None = None) -> ModelConfig:
 
     Raises CheckpointError with a line for each setting that is wrong or not supported.
     """
-    return config_of(read_json(folder / HF_CONFIG, LARGEST_SETTINGS), folder / HF_CONFIG, vocab_size=vocab_size)
+    config = config_of(read_json(folder / HF_CONFIG, LARGEST_SETTINGS), folder / HF_CONFIG, vocab_size=vocab_size)
+    return replace(config, image_fit=_image_fit(folder, config)) if config.architecture == LLAVA.name else config
+
+
+def _image_fit(folder: Path, config: ModelConfig) -> str:
+    for file in (folder / name for name in PROCESSORS if (folder / name).is_file()):
+        tree = read_json(file, LARGEST_SETTINGS)
+        if "image_processor" in tree or file.name == PROCESSORS[0]:
+            return read_image_fit(tree.get("image_processor", tree), config, file)
+    return config.image_fit
 
 
 def config_of(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None = None) -> ModelConfig:
@@ -116,7 +125,7 @@ _TRAINING_FIELDS = frozenset(
     """
     lora_rank lora_alpha lora_dropout lora_target moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_dtype moe_token_dispatcher_type moe_grouped_gemm moe_per_layer_logging text_seq_length text_samples
-    images_per_micro_batch image_slots freeze_vision freeze_projector freeze_language_model vision_lr_mult
+    images_per_micro_batch image_slots image_fit freeze_vision freeze_projector freeze_language_model vision_lr_mult
     projector_lr_mult model_preset make_vocab_size_divisible_by bias_gelu_fusion bias_dropout_fusion compile tiled_mlp
     tiled_mlp_num_shards gradient_accumulation_fusion fp8_format fp8_recipe fp8_min_size
     fused_kernels attention_dropout hidden_dropout init_method_std

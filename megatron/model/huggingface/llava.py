@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.common.errors import CheckpointError, shown
 from megatron.config import ModelConfig
+from megatron.config.vision import PIXELS, STRETCH
 from megatron.model.architectures import LLAVA
 from megatron.model.huggingface.formats import TOWER, Fields, Format, Names, config_from, config_to, named
 from megatron.model.huggingface.llama import LLAMA_FORMATS, family_of
@@ -65,6 +66,46 @@ def read_encoder(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         if tree.get(name, _DEFAULT.get(name, value)) != value
     ]
     return {"vision_encoder": kind, **values}, problems
+
+
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Files with the settings of a folder's processor of images; the latter has them under ``image_processor``."""
+
+
+def read_image_fit(tree: Mapping[str, Any], config: ModelConfig, path: Path) -> str:
+    """``image_fit`` of a model with the image processor ``tree``, read from ``path``.
+
+    Raises CheckpointError with a line for each setting of which images would not be squares of the model's size, or
+    would have other colors.
+    """
+    n, is_clip = config.vision_image_size, "siglip" not in str(tree.get("image_processor_type", "")).lower()
+    square, shortest = {"height": n, "width": n}, {"shortest_edge": n}
+    mean, deviation = map(list, PIXELS[config.vision_encoder])
+    colors = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": mean}
+    fixed = {"do_resize": True, "resample": 3, **colors, "image_std": deviation}
+    small = {"height": 224, "width": 224}  # defaults in transformers
+    given = {**fixed, "size": {"shortest_edge": 224} if is_clip else small, "crop_size": small}
+    given |= {"do_center_crop": is_clip, "do_pad": False} | {
+        key: each for key, each in tree.items() if each is not None
+    }
+    for key in ("size", "crop_size"):  # older files have a number
+        if type(edge := given[key]) is int:
+            is_shortest = is_clip and key == "size"
+            given[key] = {"shortest_edge": edge} if is_shortest else {"height": edge, "width": edge}
+    supported = {name: [value] for name, value in fixed.items()} | {"size": [square, shortest]}
+    if given["do_center_crop"]:
+        supported["crop_size"] = [square]
+    elif given["size"] == shortest and not given["do_pad"]:
+        supported["do_center_crop"] = [True]
+    if problems := [
+        f"{path}: {name} is {shown(given[name])}, and can be {' or '.join(map(str, values))}"
+        for name, values in supported.items()
+        if given[name] not in values
+    ]:
+        raise CheckpointError(problems)
+    if given["do_pad"]:
+        return "pad #" + "".join(f"{int(channel * 255):02x}" for channel in mean)
+    return "crop" if given["size"] == shortest else STRETCH
 
 
 def _read(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:

@@ -8,13 +8,17 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron.common.errors import DataError, counted, one_line
 from megatron.common.reading import read_bytes
 from megatron.config import ModelConfig
+from megatron.config.vision import STRETCH
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 MARK = "<image>"
 """Marks the place of an image in a text."""
@@ -78,8 +82,8 @@ class ImageReader:
 
         Raises DataError as ``read_image``, or for a path outside of the folder.
         """
-        size = self.model.vision_image_size
-        return [*self.shared, *(read_image_within(self.folder, path, size) for path in images_of(record))]
+        shape = self.model.vision_image_size, self.model.image_fit
+        return [*self.shared, *(read_image_within(self.folder, path, *shape) for path in images_of(record))]
 
     def tokens(self, text: str, record: Mapping[str, Any], tokenize: Callable[[str], Sequence[int]]) -> ImagePrompt:
         """Tokenize a text with the images of its record, see ``with_images``."""
@@ -113,26 +117,26 @@ def only(record: Mapping[str, Any], keys: Sequence[str]) -> Any:
     return values[0] if values else None
 
 
-def read_image_within(folder: Path, path: Any, size: int) -> np.ndarray:
+def read_image_within(folder: Path, path: Any, size: int, fit: str) -> np.ndarray:
     """Read the image at ``path`` in ``folder``, as ``read_image``. Raises DataError if the path leaves the folder."""
     inside = folder.resolve()
     if not isinstance(path, str) or "\0" in path or not (inside / path).resolve().is_relative_to(inside):
         raise DataError(f"the image {one_line(str(path))} is no path within {folder}")
-    return read_image(folder / path, size)
+    return read_image(folder / path, size, fit)
 
 
-def read_image(path: Path, size: int) -> np.ndarray:
+def read_image(path: Path, size: int, fit: str = STRETCH) -> np.ndarray:
     """Read an image file as uint8 [size, size, 3]. Raises DataError as ``decoded``, or if it cannot be read."""
     try:
-        return decoded(read_bytes(path), size)
+        return decoded(read_bytes(path), size, fit)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
 
 
-def decoded(content: bytes, size: int) -> np.ndarray:
-    """Decode an image file's ``content`` and resize it to uint8 [size, size, 3].
+def decoded(content: bytes, size: int, fit: str = STRETCH) -> np.ndarray:
+    """Decode an image file's ``content`` and resize it to uint8 [size, size, 3]; for ``fit`` see ``VisionConfig``.
 
     Raises DataError if it is not an image, is damaged, or has several frames or more than ``MOST_PIXELS`` pixels.
     """
@@ -147,16 +151,37 @@ def decoded(content: bytes, size: int) -> np.ndarray:
                 raise DataError(f"an image of {image.n_frames} frames: give one frame")
             if image.mode[0] in "IF":  # conversion would cut off what is over 255
                 raise DataError("an image of more than 8 bits a color: give one of 8 bits")
-            resized = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
+            square = _fitted(image.convert("RGB"), size, fit)
     except UnidentifiedImageError:
         raise DataError(f"no image: give one of {', '.join(FORMATS)}") from None
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
         raise DataError(f"the image is damaged ({one_line(str(error))})") from None
-    return np.asarray(resized)
+    return np.asarray(square)
+
+
+def _fitted(image: "Image", size: int, fit: str) -> "Image":
+    """The square of ``size`` pixels that transformers' processors of CLIP, LLaVA and SigLIP make of an RGB image."""
+    from PIL import Image
+
+    edges = image.size
+    if fit == "crop":  # the shorter edge becomes ``size``, and the middle of the longer one is left
+        width, height = (int(size * edge / min(edges)) for edge in edges)
+        left, top = (width - size) // 2, (height - size) // 2
+        if width * height > MOST_PIXELS:
+            raise DataError(f"an image of {edges[0]} x {edges[1]} pixels is too narrow: cut it")
+        return image.resize((width, height), Image.Resampling.BICUBIC).crop((left, top, left + size, top + size))
+    if fit != STRETCH:
+        edge = max(edges)
+        if edge * edge > 4 * MOST_PIXELS:
+            raise DataError(f"an image of {edges[0]} x {edges[1]} pixels is too large to be padded: make it smaller")
+        square = Image.new("RGB", (edge, edge), fit.removeprefix("pad "))
+        square.paste(image, ((edge - edges[0]) // 2, (edge - edges[1]) // 2))
+        image = square
+    return image.resize((size, size), Image.Resampling.BICUBIC)
 
 
 def images_of_messages(
-    messages: Sequence[Mapping[str, Any]], size: int, most: int
+    messages: Sequence[Mapping[str, Any]], model: ModelConfig, most: int
 ) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
     """OpenAI messages with images replaced by marks, and these images, at most ``most`` of them.
 
@@ -164,12 +189,12 @@ def images_of_messages(
     """
     images: list[np.ndarray] = []
     changed = [
-        {**message, "content": _without_images(message.get("content"), images, size, most)} for message in messages
+        {**message, "content": _without_images(message.get("content"), images, model, most)} for message in messages
     ]
     return changed, images
 
 
-def _without_images(content: Any, images: list[np.ndarray], size: int, most: int) -> Any:
+def _without_images(content: Any, images: list[np.ndarray], model: ModelConfig, most: int) -> Any:
     parts = content if isinstance(content, list) else [content]
     if any(MARK in str(part.get("text") if isinstance(part, dict) else part) for part in parts):
         raise DataError(f"a text contains {MARK}, which only images may stand for: remove it")
@@ -183,7 +208,8 @@ def _without_images(content: Any, images: list[np.ndarray], size: int, most: int
         if len(images) == most:
             raise DataError(f"more than {counted(most, 'image')}: the model's context has no room for them")
         address = part.get("image_url")
-        images.append(decoded(bytes_of_url(address.get("url") if isinstance(address, dict) else address), size))
+        content = bytes_of_url(address.get("url") if isinstance(address, dict) else address)
+        images.append(decoded(content, model.vision_image_size, model.image_fit))
         changed.append({"type": "text", "text": f"{MARK}\n"})
     return changed
 

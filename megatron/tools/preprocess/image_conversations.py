@@ -142,8 +142,8 @@ def _image(settings: ImageSettings, image: Any) -> np.ndarray:
     if isinstance(image, str) and image.startswith("data:"):
         image = bytes_of_url(image)
     if isinstance(image, bytes):
-        return decoded(image, settings.size)
-    return read_image_within(settings.folder, image, settings.size)
+        return decoded(image, settings.size, settings.fit)
+    return read_image_within(settings.folder, image, settings.size, settings.fit)
 
 
 def _tokens(settings: ImageSettings, tokenizer: Tokenizer, text: Text) -> tuple[list[int], list[int]]:

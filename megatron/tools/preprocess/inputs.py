@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 
-from megatron.common.errors import DataError
+from megatron.common.errors import ConfigError, DataError
 from megatron.common.reading import read_json
+from megatron.config.vision import STRETCH
+from megatron.model.huggingface import HF_CONFIG, read_config
+from megatron.model.huggingface import read_json as read_settings
 from megatron.tools.command_line import ToolParser, check_values
 from megatron.tools.preprocess.corpus import FORMATS
 from megatron.tools.preprocess.file_lines import COMPRESSED, FORMATS_BY_ENDING, format_of, uncompressed
@@ -90,7 +93,8 @@ def text_size(paths: Sequence[Path], kind: str | None) -> int | None:
     return sum(path.stat().st_size for path in paths) or None if plain else None
 
 
-_IMAGE_FLAGS = ("--image-folder", "--vision-image-size", "--image-tokens", "--image-token-id")
+_IMAGE_FLAGS = ("--image-folder", "--vision-image-size", "--image-tokens", "--image-token-id", "--image-fit")
+_FITS = {STRETCH: STRETCH, "crop": "crop", "pad": "pad #7a7468"}  # the mean color of CLIP
 
 
 def add_image_flags(parser: ToolParser) -> None:
@@ -100,6 +104,8 @@ def add_image_flags(parser: ToolParser) -> None:
     add("--vision-image-size", type=int, metavar="N", help="height and width of images in pixels (default: 336)")
     add("--image-tokens", type=int, metavar="N", help="placeholders of an image: one for each patch")
     add("--image-token-id", type=int, metavar="N", help="id of the placeholder, a token that no text contains")
+    help = "how images become squares (default: as the processor in --tokenizer-model does, or stretch)"
+    add("--image-fit", choices=tuple(_FITS), help=help)
 
 
 def image_settings(args: argparse.Namespace) -> ImageSettings | None:
@@ -110,7 +116,20 @@ def image_settings(args: argparse.Namespace) -> ImageSettings | None:
         args, {"vision_image_size": "[1, 65536]", "image_tokens": "[1, inf)", "image_token_id": "[1, 2147483647]"}
     )
     size = args.vision_image_size or 336
-    return ImageSettings(args.image_folder or Path(), size, args.image_tokens, args.image_token_id)
+    fit = _FITS[args.image_fit] if args.image_fit else _fit_of_folder(args.tokenizer_model, size)
+    return ImageSettings(args.image_folder or Path(), size, fit, args.image_tokens, args.image_token_id)
+
+
+def _fit_of_folder(folder: str | None, size: int) -> str:
+    """``image_fit`` of the LLaVA in ``folder``; by default ``stretch``. Raises CheckpointError as ``read_config``."""
+    if folder is None or not (file := Path(folder) / HF_CONFIG).is_file():
+        return STRETCH
+    if read_settings(file).get("model_type") != "llava":
+        return STRETCH
+    config = read_config(Path(folder))
+    if config.vision_image_size != size:
+        raise ConfigError(f"--vision-image-size is {size}, and that of {folder} is {config.vision_image_size}")
+    return config.image_fit
 
 
 def image_rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
@@ -123,7 +142,7 @@ def image_rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
             f"{' and '.join(given)} without --format images: add it, or remove them",
         ),
         (
-            has_images and not {*_IMAGE_FLAGS[2:]} <= {*given},
+            has_images and not {*_IMAGE_FLAGS[2:4]} <= {*given},
             "--format images needs --image-tokens and --image-token-id",
         ),
         (

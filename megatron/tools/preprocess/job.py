@@ -107,6 +107,8 @@ class ImageSettings(NamedTuple):
     folder: Path
     size: int
     """Height and width in pixels."""
+    fit: str
+    """See ``VisionConfig.image_fit``."""
     tokens: int
     """Number of placeholders of each image."""
     token: int

@@ -147,7 +147,7 @@ def _image_writer(job: Job, stack: ExitStack) -> Callable[[Tokenized], None]:
     """A function that writes the images of a tokenized chunk; it does nothing in jobs without images."""
     if job.images is None:
         return lambda tokenized: None
-    add = stack.enter_context(image_writer(job.prefixes[TOKENS], job.images.size))
+    add = stack.enter_context(image_writer(job.prefixes[TOKENS], job.images.size, job.images.fit))
 
     def write(tokenized: Tokenized) -> None:
         for document_images in tokenized.images:

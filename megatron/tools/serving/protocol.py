@@ -169,7 +169,7 @@ def _chat_prompt(messages: list[dict[str, Any]], chat: ChatPrompts, limits: Requ
     model = limits.reads_images
     if model is None:
         return tuple(chat.tokens(messages))
-    texts, images = images_of_messages(messages, model.vision_image_size, limits.context // model.image_tokens)
+    texts, images = images_of_messages(messages, model, limits.context // model.image_tokens)
     return with_images(chat.text(texts), images, model, chat.tokenize)
 
 
