@@ -3,6 +3,7 @@
 GPT-2, the models of the Llama family, BERT, T5 1.1 and LLaVA are converted in both directions.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -190,9 +191,16 @@ def _refuse_other_models(config: ModelConfig, read: ModelConfig) -> None:
     """Raise ConfigError if ``read``, the written configuration read again, describes another model than ``config``."""
     for field in fields(ModelConfig):
         name = _RESOLVED.get(field.name, field.name)
-        if field.name not in _TRAINING_FIELDS and getattr(read, name) != getattr(config, name):
+        if field.name not in _TRAINING_FIELDS and not _agree(getattr(read, name), getattr(config, name)):
             flag = field.name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(config, name)} is unknown to Hugging Face's model; use merge")
+
+
+def _agree(read: Any, written: Any) -> bool:
+    """Whether two values of a field are equal, numbers up to rounding: some are written as functions of others."""
+    if isinstance(read, float) and isinstance(written, float):
+        return math.isclose(read, written, rel_tol=1e-12)
+    return bool(read == written)
 
 
 def source_shapes(config: ModelConfig) -> Shapes:

@@ -117,7 +117,7 @@ def image_settings(args: argparse.Namespace) -> ImageSettings | None:
     )
     size = args.vision_image_size or 336
     fit = _FITS[args.image_fit] if args.image_fit else _fit_of_folder(args.tokenizer_model, size)
-    return ImageSettings(args.image_folder or Path(), size, fit, args.image_tokens, args.image_token_id)
+    return ImageSettings(args.image_folder or Path(), size, args.image_tokens, args.image_token_id, fit)
 
 
 def _fit_of_folder(folder: str | None, size: int) -> str:

@@ -14,6 +14,7 @@ from megatron.common.files import replace_file
 from megatron.common.reading import read_json
 from megatron.common.tokenizer_files import HUGGINGFACE
 from megatron.config.data import loss_mask_prefix
+from megatron.config.vision import STRETCH
 from megatron.data.indexed_dataset_builder import Written, best_dtype
 from megatron.tokenizer.published import CONFIG_FILES
 from megatron.tools.chat.files import other_templates
@@ -107,12 +108,12 @@ class ImageSettings(NamedTuple):
     folder: Path
     size: int
     """Height and width in pixels."""
-    fit: str
-    """See ``VisionConfig.image_fit``."""
     tokens: int
     """Number of placeholders of each image."""
     token: int
     """Id of the placeholder."""
+    fit: str = STRETCH
+    """See ``VisionConfig.image_fit``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig
 from megatron.data.fingerprint import tokenizer_hash
 from megatron.model.architectures import architecture_of
-from megatron.model.huggingface import config_of, read_config, source_shapes
+from megatron.model.huggingface import config_of, read_config, source_shapes, write_config
 from megatron.model.huggingface.llama import LLAMA_FORMATS
 from megatron.tools.convert.full_model import FullModel, write_tensors
 from megatron.tools.convert.huggingface_files import Vocabulary, files_for_huggingface, read_folder_tokenizer
@@ -242,6 +242,14 @@ def test_what_a_config_leaves_out_is_the_default_of_transformers(kind: str, sett
 
     complete = AutoConfig.for_model(kind, **settings).to_dict()
     assert config_of({"model_type": kind, **settings}, Path("config.json")) == config_of(complete, Path("config.json"))
+
+
+@pytest.mark.parametrize("attention_factor", [1.0, 1.1, 1.7, 2.3])
+def test_an_attention_factor_of_yarn_is_written_again(attention_factor: float) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    tree = {"model_type": "llama", **SIZES, "rope_parameters": {**rope, "attention_factor": attention_factor}}
+    written = write_config(config_of(tree, Path("config.json")), "float32")
+    assert written["rope_parameters"].get("attention_factor", 1.0) == pytest.approx(attention_factor, rel=1e-12)
 
 
 def test_shards_of_a_llava_with_the_names_of_newer_transformers(tmp_path: Path) -> None:
