@@ -117,6 +117,7 @@ _NUMBERS = {
 }
 _ALL_LAYERS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 """Settings of Qwen3-MoE with which all layers have experts."""
+_LAYER_TYPES = "full_attention", "sliding_attention"
 
 
 def _read(family: Family, tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
@@ -124,14 +125,17 @@ def _read(family: Family, tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     biases = {bool(tree.get("attention_bias")), bool(tree.get("mlp_bias"))}
     if len(biases) > 1 or (True in biases and family.model_type != "llama"):
         problems.append("attention_bias and mlp_bias differ, and only both or neither can be taken over")
-    window = tree.get("sliding_window")
-    if not family.has_window:
+    window, kinds = tree.get("sliding_window"), tree.get("layer_types") or None
+    has_only = {kind: isinstance(kinds, list) and all(each == kind for each in kinds) for kind in _LAYER_TYPES}
+    if not family.has_window and tree.get("use_sliding_window"):
+        problems.append("use_sliding_window is true, with a window in some layers only, which is not supported")
+    # Of a Mistral, transformers' Auto classes make a Ministral with these settings; Mixtral does not have them.
+    if not family.has_window or (family.model_type == "mistral" and has_only["full_attention"]):
         window = None
-        if tree.get("use_sliding_window"):
-            problems.append("use_sliding_window is true, with a window in some layers only, which is not supported")
-        if (kinds := tree.get("layer_types")) and kinds != ["full_attention"] * len(kinds):
-            problems.append(f"layer_types is {shown(kinds)}, and only full_attention in all layers is supported")
-    elif window is not None and not (type(window) is int and window > 0):
+    kind = _LAYER_TYPES[window is not None]
+    if kinds and not has_only[kind] and family.model_type != "mixtral":
+        problems.append(f"layer_types is {shown(kinds)}, and only {kind} in all layers is supported")
+    if window is not None and not (type(window) is int and window > 0):
         problems.append(f"sliding_window is {window!r}, and should be a whole number above 0")
     end = tree.get("eos_token_id")
     end = end[0] if isinstance(end, list) and end else end

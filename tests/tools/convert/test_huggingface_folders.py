@@ -244,6 +244,26 @@ def test_what_a_config_leaves_out_is_the_default_of_transformers(kind: str, sett
     assert config_of({"model_type": kind, **settings}, Path("config.json")) == config_of(complete, Path("config.json"))
 
 
+@pytest.mark.parametrize(
+    ("kinds", "has_window"),
+    [
+        (["full_attention"] * 2, False),
+        (["sliding_attention"] * 2, True),
+        (["sliding_attention", "full_attention"], None),
+        ("full_attention", None),
+        ([["full_attention"]], None),
+        (5, None),
+    ],
+)
+def test_windows_of_a_mistral_by_layer(kinds: Any, has_window: bool | None) -> None:
+    tree = {"model_type": "mistral", **SIZES, "sliding_window": 5, "layer_types": kinds}
+    if has_window is not None:
+        assert config_of(tree, Path("config.json")).has_window == has_window
+        return
+    with pytest.raises(CheckpointError, match="layer_types is .*, and only sliding_attention in all layers"):
+        config_of(tree, Path("config.json"))
+
+
 @pytest.mark.parametrize("attention_factor", [1.0, 1.1, 1.7, 2.3])
 def test_an_attention_factor_of_yarn_is_written_again(attention_factor: float) -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
