@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron.checkpoint.files import make_folder
 from megatron.checkpoint.tensor_files import read_file
 
 
@@ -77,8 +76,7 @@ def in_host_memory(item: Any, used: Sequence[Tensor] = (), *, pinned: bool = Fal
             return copy.deepcopy(leaf)
         leaf, into = leaf.detach(), next(memory, None)
         if into is None or (into.shape, into.stride(), into.dtype) != (leaf.shape, leaf.stride(), leaf.dtype):
-            into = torch.empty_like(leaf, device="cpu")
-            into = get_accelerator().pin_memory(into) if pinned else into
+            into = torch.empty_like(leaf, device="cpu", pin_memory=pinned)
         return into.copy_(leaf, non_blocking=pinned)
 
     return tree_map(copy_leaf, item, is_leaf=is_size)
@@ -154,8 +152,7 @@ class EngineFiles(CheckpointEngine):
         return False
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder."""
-        make_folder(Path(path))
+        """Do nothing: the writer makes folders."""
 
     def create(self, info: Any) -> None:
         """Do nothing."""

@@ -22,7 +22,7 @@ from torch.serialization import set_crc32_options
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_rank_0
 from megatron.checkpoint.commit import begin_tag, commit_tag, remove_unfinished, unfinished
-from megatron.checkpoint.engine_files import EngineFiles, HostCopies, StateFile, bytes_of, pinned_copies
+from megatron.checkpoint.engine_files import EngineFiles, HostCopies, PinnedCopies, StateFile, bytes_of, pinned_copies
 from megatron.checkpoint.expert_files import own_experts
 from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text, write_text
 from megatron.checkpoint.folder_lock import FolderLock
@@ -168,6 +168,13 @@ class Checkpointer:
 
         written = self._writer.submit(write)
         self._in_flight = _Save(iteration, size, stop, written)
+
+    def reserve(self, iteration: int, files: EngineFiles | None = None) -> None:
+        """Allocate the pinned memory for copies of the state into ``files``, so that the first save need not wait."""
+        files = files or self._files
+        if isinstance(files.copies, PinnedCopies) and not self._run.zero.uses_nvme:  # DeepSpeed would copy its files
+            self.collect(iteration, (), self._folder / tracker.tag_name(iteration), files)
+            files.wait()
 
     def collect(
         self, iteration: int, skipped_samples: Sequence[range], path: Path, files: EngineFiles

@@ -72,6 +72,10 @@ class Snapshots:
         self._in_flight: tuple[Path, Future[None]] | None = None
         log(f"> snapshots in {self._root}{_where(copies)}")
 
+    def reserve(self, iteration: int) -> None:
+        """Allocate the memory for copies of the state, so that the first snapshot need not wait for it."""
+        self._checkpointer.reserve(iteration, self._files)
+
     def take(self, iteration: int, skipped_samples: Sequence[range] = ()) -> None:
         """Write the state after ``iteration`` into memory, and send it to another host, in the background.
 
@@ -223,7 +227,7 @@ def _where(copies: Mapping[int, int]) -> str:
 
 def _make(folder: Path) -> None:
     with _memory_errors(folder):
-        folder.mkdir(0o700, exist_ok=True)  # DeepSpeed may have created it
+        folder.mkdir(0o700, exist_ok=True)
 
 
 def _messages(folder: Path, shard: Shard) -> list[Tensor]:

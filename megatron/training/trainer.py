@@ -152,6 +152,13 @@ class Trainer:
             with self.log.paused():
                 self.snapshots.take(iteration, self.data.skipped_samples)
 
+    def _reserve(self, iteration: int) -> None:
+        """Allocate the memory of asynchronous saves and snapshots after the first step, which makes the state."""
+        with self.log.paused():
+            self.checkpointer.reserve(iteration)
+            if self.snapshots is not None:
+                self.snapshots.reserve(iteration)
+
     def _train_until_exit(self, finished: int) -> tuple[int, str | None]:
         """Train to the last iteration or to an exit condition, and save.
 
@@ -172,6 +179,8 @@ class Trainer:
                 iteration = last_saved = restart
                 batches = self.data.training(restart)
                 continue
+            if iteration == finished + 1:
+                self._reserve(iteration)
             if evaluates:
                 self.evaluate(iteration)
             if saves:

@@ -217,7 +217,8 @@ class _Queueing(TorchDispatchMode):
         if function is torch.ops.aten.copy_.default and len(args) > 2 and args[2]:  # non_blocking
             self._stream.add(*args[:2])
             return args[0]
-        return function(*args, **(kwargs or {}))
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}  # not on a CPU
+        return function(*args, **kwargs)
 
 
 @contextmanager
@@ -243,7 +244,7 @@ def late_streams(found: Found) -> Iterator[None]:
 
     compute = SimpleNamespace(wait_event=lambda event: event.stream.run() if hasattr(event, "stream") else None)
     device = SimpleNamespace(Stream=partial(LateStream, found), Event=Event, stream=entered, device_name=lambda: "late")
-    device.current_stream, device.pin_memory = lambda: compute, lambda x: x
+    device.current_stream = lambda: compute
     with patch.object(engine_files, "get_accelerator", lambda: device):
         yield
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero import partition_parameters
 from support.programs import TINY_MODEL, Programs
-from support.races import LateStream, hunted, trained
+from support.races import LateStream, hunted, late_streams, trained
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -168,3 +168,33 @@ def hunt(words: list[str], case: str, folder: Path | None) -> dict[str, list[str
         with patch.object(*place):
             found[fault] = hunted(words, expected, save(fault))
     return found
+
+
+def test_memory_for_copies_is_allocated_after_the_first_step(run_ranks_once, programs: Programs, tmp_path) -> None:
+    """So that no save and no snapshot waits for pinned memory."""
+    flags = "--train-iters 5 --zero-stage 1 --async-save --save-interval 2 --snapshot-interval 3 --auto-resume".split()
+    words = [*map(str, (*TINY_MODEL, *programs.data_arguments)), *STEPS.split(), *flags]
+    (allocated,) = run_ranks_once(1, allocated_after_each_step, words, tmp_path)
+    assert allocated[0] > 10 and not any(allocated[1:])
+
+
+def allocated_after_each_step(words: list[str], folder: Path) -> list[int]:
+    """Tensors of copies that are not in the memory of earlier ones."""
+    from megatron.training import trainer
+
+    allocated: list[int] = []
+
+    def train_batch(*arguments: Any) -> Tensor:
+        allocated.append(0)
+        return real(*arguments)
+
+    def counted(item: Any, used: Any = (), *, pinned: bool = False) -> Any:
+        copied = in_host_memory(item, used, pinned=pinned)
+        allocated[-1] += sum(all(x is not known for known in used) for x in engine_files.tensors_of(copied))
+        return copied
+
+    real = trainer.train_batch
+    with patch.object(trainer, "train_batch", train_batch), patch.object(engine_files, "in_host_memory", counted):
+        with late_streams([]):
+            trained(words, folder)
+    return allocated
