@@ -73,6 +73,9 @@ RANKS = {
     "PP 3, second stage, interleaved, documents by varlen": Rank(
         f"{VARLEN} --pipe-parallel-size 3 --num-layers 6 --num-layers-per-virtual-pipeline-stage 1 --gas 3", 3, 1, {}
     ),
+    "PP 2, last stage, ring, documents": Rank(
+        f"--zero-stage 1 {PP} --context-parallel-size 2 --reset-attention-mask", 4, 3, {}
+    ),
     "PP 2, TP 2, last stage, documents by varlen, sums in fp32": Rank(
         f"{VARLEN} {PP} --grad-accum-dtype fp32 --model-parallel-size 2 --sequence-parallel", 4, 3, {}
     ),

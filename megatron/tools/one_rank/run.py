@@ -213,7 +213,7 @@ def _states(run: RunConfig, chunk: int) -> Any:
     sizes = (b, s // shards) if run.model.sequence_dim == 1 else (s // shards, b)
     hidden = _hidden(run, *sizes, h)
     has_ids = run.model.layers_need_segment_ids or architecture_of(run.model).masked_lm
-    return (hidden, _ids(b, s)) if has_ids else hidden
+    return (hidden, _ids(b, run.data.seq_length)) if has_ids else hidden  # the ids of all ranks of a ring
 
 
 def _hidden(run: RunConfig, *sizes: int) -> Tensor:
