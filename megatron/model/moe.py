@@ -67,7 +67,7 @@ class ParallelMoE(nn.Module):
         y = returning().view(x.shape)
         if self.has_sequence_first:
             y = y.transpose(0, 1)
-        y = reduce_output(y, self.group, self.sequence_dim)
+        y = reduce_output(y, self.group, self.sequence_dim, overwrites=True)
         return y if shared_output is None else y + shared_output
 
     def _route(self, x: Tensor) -> Route:

@@ -224,7 +224,9 @@ def _fp8(run: RunConfig) -> dict[str, str]:
     others = {weight.name: weight.shape for weight in weights if weight.name not in quantized}
     names = ", ".join(name.removesuffix(".weight") for name in quantized) or "no layer"
     sizes = [f"{name.removesuffix('.weight')} {list(shape)}" for name, shape in others.items()]
-    rest = ", ".join([*sizes, "embeddings, head, gradients of weights", *(["experts, router"] * model.has_experts)])
+    kinds = {"experts, router": model.has_experts, "adapters": model.lora_rank > 0}
+    others_in_bf16 = [kind for kind, is_present in kinds.items() if is_present]
+    rest = ", ".join([*sizes, "embeddings, head, gradients of weights", *others_in_bf16])
     return {"fp8": f"{model.fp8_format}, {model.fp8_recipe}: {names}; in bf16: {rest}"}
 
 

@@ -8,9 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.config import ModelConfig, ParallelConfig
+from megatron.model.moe import ParallelMoE
 from megatron.ops import choices as chunks
 from megatron.ops.cross_entropy import CompiledCrossEntropyKernel, CrossEntropyKernel
+from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, WeightInit
 
@@ -45,6 +49,26 @@ def test_embedding() -> None:
     (logits * _part(weight, -1)).sum().backward()
     (logits_serial * weight).sum().backward()
     assert_close(parallel.weight.grad, _part(serial.weight.grad, 0))
+
+
+@pytest.mark.ranks(2)
+def test_nothing_is_copied_to_be_summed() -> None:
+    """Of the embedding and of experts, whose rows are sums of no use to anything else."""
+    layout = ParallelLayout.create(ParallelConfig(world_size=2, model_parallel_size=2))
+    table = VocabParallelEmbedding(16, 8, group=layout.tensor_group, init=WeightInit(**INIT, name="table"))
+    config = ModelConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16, num_experts=2, init_method_std=0.3,
+    )  # fmt: skip
+    experts, tokens, copied = ParallelMoE(config, layout, layer_number=1), torch.zeros(2, 3, dtype=torch.int64), []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            copied.extend([args[0].shape] if func is torch.ops.aten.clone.default else [])
+            return func(*args, **(kwargs or {}))
+
+    with Copies():
+        experts(table(tokens))
+    assert torch.Size([2, 3, 8]) not in copied
 
 
 @pytest.mark.parametrize("vocab", [16, 13, 3])

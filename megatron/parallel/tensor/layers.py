@@ -97,10 +97,13 @@ def take_gradient_sums(parameters: Iterable[nn.Parameter], group: ProcessGroup) 
     return taken
 
 
-def reduce_output(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> Tensor:
-    """Sum the partial outputs of all ranks: all-reduce, or reduce-scatter along ``sequence_dim``."""
+def reduce_output(x: Tensor, group: ProcessGroup, sequence_dim: int | None, *, overwrites: bool = False) -> Tensor:
+    """Sum the partial outputs of all ranks: all-reduce, or reduce-scatter along ``sequence_dim``.
+
+    ``overwrites``: the all-reduce needs no other memory, as nothing else needs ``x``, in the backward pass either.
+    """
     if sequence_dim is None:
-        return reduce_from_model_parallel_region(x, group)
+        return reduce_from_model_parallel_region(x, group, overwrites=overwrites)
     return reduce_scatter_to_sequence_parallel_region(x, group, sequence_dim)
 
 
@@ -251,7 +254,8 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.rows * self.group.rank()
         elsewhere = (local < 0) | (local >= self.rows)
         local_hidden = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return reduce_output(local_hidden.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group, self.sequence_dim)
+        local_hidden = local_hidden.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return reduce_output(local_hidden, self.group, self.sequence_dim, overwrites=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The embedding as output projection: hidden [b, s, h] -> logits [b, s, v/t]."""

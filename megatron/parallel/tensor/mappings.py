@@ -24,9 +24,9 @@ def copy_to_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     return mapped(x, group, _identity, all_reduce)
 
 
-def reduce_from_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """All-reduce forward, identity backward."""
-    return mapped(x, group, all_reduce, _identity)
+def reduce_from_model_parallel_region(x: Tensor, group: ProcessGroup, *, overwrites: bool = False) -> Tensor:
+    """All-reduce forward, which may overwrite ``x``, identity backward."""
+    return mapped(x, group, _all_reduce_in_place if overwrites else all_reduce, _identity)
 
 
 def scatter_to_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -165,6 +165,12 @@ def largest_of_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """All-reduce (sum) into a new tensor."""
     summed = x.clone(memory_format=torch.contiguous_format)  # autograd's tensors must not be overwritten
+    dist.all_reduce(summed, group=group)
+    return summed
+
+
+def _all_reduce_in_place(x: Tensor, group: ProcessGroup) -> Tensor:
+    summed = x.detach().contiguous()
     dist.all_reduce(summed, group=group)
     return summed
 
