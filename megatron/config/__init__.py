@@ -82,11 +82,12 @@ class RunConfig:
     def overlaps_grad_reduce(self) -> bool:
         """Whether ranks reduce gradients during the backward pass, unless --no-overlap-grad-reduce.
 
-        Off with --tiled-mlp, where a weight gets several gradients in one backward pass, and with ZB-H1 and ZB-V,
-        which compute weight gradients after the backward pass.
+        Off with --tiled-mlp, where a weight gets several gradients in one backward pass, with ZB-H1 and ZB-V, which
+        compute weight gradients after the backward pass, and with an offloaded optimizer in a pipeline.
         """
         is_split = self.parallel.pipeline_schedule in ("zbh1", "zbv")
-        return self.zero.zero_overlap_comm is not False and not (self.model.tiled_mlp or is_split)
+        is_later = self.parallel.uses_pipeline and (is_split or self.zero.offloads_optimizer)
+        return self.zero.zero_overlap_comm is not False and not (self.model.tiled_mlp or is_later)
 
     @property
     def overlaps_param_gather(self) -> bool:

@@ -170,6 +170,8 @@ WARNED = _rows("""
     --bf16
 --zero-stage 1 --tiled-mlp --overlap-grad-reduce
     --zero-stage 3
+--zero-stage 1 --offload-optimizer cpu --pipe-parallel-size 1 --overlap-grad-reduce
+    --pipe-parallel-size 0
 --zero-stage 1 --offload-optimizer cpu --overlap-param-gather
     --offload-optimizer none
 """)

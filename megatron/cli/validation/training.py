@@ -32,11 +32,12 @@ def overlaps(run: RunConfig) -> Messages:
     """Gradients and weights are communicated during passes only if they are ready by then.
 
     With --tiled-mlp a weight gets several gradients in a backward pass, with zbh1 and zbv it gets them after the pass.
-    An offloaded optimizer updates the weights on the CPU.
+    An offloaded optimizer updates the weights on the CPU, and in a pipeline DeepSpeed reduces its gradients at once.
     """
     zero, schedule = run.zero, run.parallel.pipeline_schedule
     if zero.zero_overlap_comm and zero.zero_stage < 3 and not run.overlaps_grad_reduce:
-        other = "--tiled-mlp" if run.model.tiled_mlp else f"--pipeline-schedule {schedule}"
+        offload = "--offload-optimizer in a pipeline" if zero.offloads_optimizer else f"--pipeline-schedule {schedule}"
+        other = "--tiled-mlp" if run.model.tiled_mlp else offload
         yield f"--overlap-grad-reduce has no effect with {other}: gradients are reduced after the backward pass"
     if zero.overlap_param_gather and zero.offloads_optimizer:
         yield "--overlap-param-gather has no effect with --offload-optimizer: weights are gathered after the step"
