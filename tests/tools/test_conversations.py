@@ -78,6 +78,10 @@ def test_a_template_that_rewrites_earlier_turns_is_an_error() -> None:
         ("{% macro f(a) %}{{ f(a) }}{% endmacro %}{{ f(1) }}", "calls itself without end"),
         ("a" * (1 << 20 | 1), "has 1,048,577 characters, and may have 1,048,576"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute"),
+        ("{{ messages[0].items }}", "writes a builtin_function_or_method, which is no text"),
+        ("{{ messages | map(attribute='content') }}", "writes a generator, which is no text"),
+        ("{{ [1, 2] | random }}", "random"),
+        ("{{ lipsum() }}", "lipsum"),
     ],
 )
 def test_a_template_that_does_harm_ends_in_one_line(monkeypatch, source: str, message: str) -> None:

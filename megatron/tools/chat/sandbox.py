@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError, meta, nodes
+from jinja2 import TemplateError, Undefined, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -30,12 +30,13 @@ Text = tuple[str, list[tuple[int, int]]]
 
 
 class Template:
-    """A Jinja template with the settings of transformers, but without the function for the date."""
+    """A Jinja template with the settings of transformers, but without the date, random numbers and addresses."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_written
         )
+        del environment.filters["random"], environment.globals["lipsum"]
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         self._tree = environment.parse(source)
@@ -106,6 +107,13 @@ class _Generation(Extension):
 
     def _marked(self, caller: Any) -> str:
         return f"{BEGIN}{caller()}{END}"
+
+
+def _written(value: Any) -> Any:
+    """The value of an expression, if it is a value of JSON or undefined; of others Python writes the address."""
+    if value is None or isinstance(value, str | int | float | list | tuple | dict | Undefined):
+        return value
+    raise TypeError(f"writes a {type(value).__name__}, which is no text")
 
 
 def _to_json(
