@@ -84,7 +84,7 @@ def _scalar(path: str, name: str, node: yaml.ScalarNode) -> bool | str:
     value = _CONSTANTS.get(node.value.lower(), node.value) if node.style is None else node.value
     if value is None:
         _refuse(path, node.start_mark, f"{name} has no value: write one, or remove the line")
-    if isinstance(value, str) and not all(char.isprintable() or category(char) == "Zs" for char in value):
+    if isinstance(value, str) and any(char == "\0" or category(char) == "Cs" for char in value):  # no argument has them
         _refuse(path, node.start_mark, f"{name}: {value!r} has a character that is not printable: remove it")
     return value
 

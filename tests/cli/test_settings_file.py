@@ -54,6 +54,7 @@ def messages(run_of, tmp_path: Path):
         "--optimizer muon --muon-no-use-nesterov --window-size 8,0 --train-samples 64",
         "--model-preset llama3.2-1b --num-layers 4 --num-attention-heads 8",
         "t5 --no-geglu --vocab-extra-ids 50 --pipe-parallel-size 2 --pipeline-model-parallel-split-rank 1",
+        "--save \U0001f469\u200d\U0001f4bb\x1b\xad",  # what a name on a command line may have
     ],
 )
 def test_the_file_that_a_run_keeps_repeats_it(tmp_path: Path, words: str) -> None:
@@ -123,6 +124,7 @@ WRONG = {
     "save: ~": ", line 1: save has no value: write one, or remove the line",
     "save: ''": ", line 1: --save '': must not be empty",
     'save: "a\\0b"': ", line 1: save: 'a\\x00b' has a character that is not printable: remove it",
+    'save: "a\\ud800b"': ", line 1: save: 'a\\ud800b' has a character that is not printable: remove it",
     "data-path: [a, --save]": ", line 1: --data-path: '--save' looks like a flag; write a value",
     "model:\n  num-layers: 4": f", line 2: {SECTIONS}",
     "lr: 1\n---\nlr: 2": ", line 2: a second document begins here: write one",
