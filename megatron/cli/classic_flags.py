@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-_REPLACED = {
-    "--checkpoint-activations": "activations-checkpoint-method=uniform",
-}
+_REPLACED = {"--checkpoint-activations": "activations-checkpoint-method=uniform"}
 """Replacement to the classic flag that it replaces."""
 
 _FULFILLED = {

@@ -27,11 +27,6 @@ def _optimizer_flag(type_: str) -> str:
     return type_.lower().replace("adamw", "adam")
 
 
-def optimizer_type(name: str) -> str:
-    """The key of OPTIMIZERS for a value of --optimizer."""
-    return {"adam": DEFAULT_OPTIMIZER, "sgd": "SGD"}.get(name, name.title())
-
-
 class Setting(NamedTuple):
     """A setting with both a flag and a key in the DeepSpeed JSON."""
 
@@ -94,7 +89,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("checkpoint_in_cpu", (RECOMPUTE, "cpu_checkpointing")),
     Setting("synchronize_each_layer", (RECOMPUTE, "synchronize_checkpoint_boundary")),
     Setting("profile_backward", (RECOMPUTE, "profile")),
-    Setting("optimizer", ("optimizer", "type"), read=_optimizer_flag, write=optimizer_type),
+    Setting("optimizer", ("optimizer", "type"), read=_optimizer_flag),
     Setting("lr", (*PARAMS, "lr"), read=float),
     Setting("adam_beta1", (*PARAMS, "betas", 0), read=float),
     Setting("adam_beta2", (*PARAMS, "betas", 1), read=float),
@@ -223,5 +218,6 @@ def _write_settings(tree: dict[str, Any], run: RunConfig, provided: Mapping[str,
 
 
 def run_optimizer(run: RunConfig, file: Mapping[str, Any]) -> str:
-    """The key of OPTIMIZERS that the file names, or else --optimizer."""
-    return optimizer_name(file.get("optimizer", {}).get("type", "")) or optimizer_type(run.optim.optimizer)
+    """The key of OPTIMIZERS that the file names, or else --optimizer, for which ``adam`` is AdamW."""
+    flag = DEFAULT_OPTIMIZER if run.optim.optimizer == "adam" else run.optim.optimizer
+    return str(optimizer_name(file.get("optimizer", {}).get("type", flag)))

@@ -52,10 +52,9 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
     yield from _gradient_scaling_conflicts(run, file)
     yield from _master_weight_conflicts(run, file)
     yield from _gradient_norm_conflicts(run, file)
-    others: tuple[str, ...]
-    for key, others in (("param_dtype", ()), ("grad_accum_dtype", ("fp32", "bf16"))):  # the flag's rules check these
+    for key, others in {"param_dtype": "", "grad_accum_dtype": "fp32 bf16"}.items():  # the flag's rules check these
         dtype = value_at(file, ("data_types", key))
-        if dtype and _DTYPES.get(dtype.removeprefix("torch."), dtype) not in (run.precision.dtype, *others):
+        if dtype and _DTYPES.get(dtype.removeprefix("torch."), dtype) not in (run.precision.dtype, *others.split()):
             yield f"data_types.{key} {dtype} contradicts a run in {run.precision.dtype}: remove it, or set the flag"
     ratio = value_at(file, (ZERO, "offload_optimizer", "ratio"))
     if ratio is not None and ratio < 1 and not (run.zero.zero_stage == 3 and _has_deepspeeds_adam(run)):

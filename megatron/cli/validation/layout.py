@@ -15,9 +15,8 @@ from megatron.model.spec import LayerSpec
 def hidden_size(run: RunConfig) -> Messages:
     """Heads divide the hidden size. Each attention head has an equal part of it, unless --kv-channels is given."""
     heads = run.model.num_attention_heads
-    if run.model.kv_channels:
-        return
-    yield from multiple("--hidden-size", run.model.hidden_size, f"--num-attention-heads {heads}", heads)
+    if not run.model.kv_channels:
+        yield from multiple("--hidden-size", run.model.hidden_size, f"--num-attention-heads {heads}", heads)
 
 
 @rule(of_transformers=True)
@@ -55,12 +54,11 @@ def chunks_of_ranks(run: RunConfig) -> Messages:
     Rank r of N has chunks r and 2N - 1 - r of the sequence, so that causal attention is equal work for all.
     """
     parallel, ranks = run.parallel, run.parallel.ring_size
-    if ranks == 1:
-        return
     product = f"2 x --context-parallel-size {parallel.context_parallel_size}"
     if parallel.cp_comm_type == "a2a+p2p":
         product = f"2 x {ranks} ranks of a ring"
-    yield from multiple("--seq-length", run.data.seq_length, product, 2 * ranks)
+    if ranks > 1:
+        yield from multiple("--seq-length", run.data.seq_length, product, 2 * ranks)
 
 
 @rule()

@@ -172,9 +172,8 @@ def tokenizer(run: RunConfig) -> Messages:
     if model.provider is not None:
         return
     is_null = data.tokenizer_type == NULL_TOKENIZER
-    if data.tokenizer_type not in model.tokenizers and not (
-        is_null and (data.mock_data or not model.masked_lm or model.is_encoder_decoder)
-    ):
+    suits = is_null and (data.mock_data or not model.masked_lm or model.is_encoder_decoder)
+    if not suits and data.tokenizer_type not in model.tokenizers:
         instead = " or ".join(model.tokenizers)
         mock = ", or add --mock-data" if is_null else ""
         yield f"--tokenizer-type {data.tokenizer_type} does not suit {run.model.architecture}: use {instead}{mock}"
