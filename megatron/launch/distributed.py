@@ -4,17 +4,17 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from socket import EAI_NONAME, getaddrinfo, socket
+from socket import EAI_NONAME, create_connection, getaddrinfo, socket
 from typing import Any
 
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import Store, TCPStore
 
 from megatron.common.environment import check_place, on_one_host, rank, world_size
 from megatron.common.errors import ConfigError, LaunchError, counted, first_line
@@ -27,7 +27,7 @@ from megatron.engines import (
     set_groups_of_deepspeed,
     silence_known_warnings,
 )
-from megatron.launch.environment import hosts_store, listen, prepare_nccl
+from megatron.launch.environment import LISTEN, free_port, hosts_store, listen, prepare_nccl
 from megatron.launch.rank import explanation, print_warning
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.process_groups import new_group
@@ -39,6 +39,7 @@ _INTERFACE_ERROR = re.compile("device|interface|address|hostname|socket", re.IGN
 _SHOWN = 16
 _SKEW_SECONDS = 2.0
 """Maximum seconds between the time-outs of two ranks."""
+_PAUSE_SECONDS = 0.2
 _NAME_SECONDS = 60
 """Time for the name of rank 0's host to become known."""
 _EXIT_TIMEOUT = timedelta(seconds=60)
@@ -80,9 +81,7 @@ def distributed(
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # before anything can begin to use the first GPU
     with deepspeed_silenced(verbose):
         with _backend_errors(backend):
-            deepspeed.init_distributed(
-                dist_backend=backend, timeout=timeout, verbose=verbose, init_method=f"{_SCHEME}://"
-            )
+            deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
         set_groups_of_deepspeed(partial(new_group, timeout=timeout))
         layout = ParallelLayout.create(parallel)
     yield layout
@@ -104,15 +103,6 @@ def _backend_errors(backend: str) -> Iterator[None]:
             f"the process group of {backend} cannot form ({first_line(error)})"
             f"{advice if _INTERFACE_ERROR.search(str(error)) else ''}"
         ) from error
-
-
-def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Torch's rendezvous through ``connect``: its own would see the addresses of ranks of earlier attempts."""
-    yield connect(os.environ, timeout), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-_SCHEME = "attempt"
-dist.register_rendezvous_handler(_SCHEME, _rendezvous)
 
 
 def _default_backend() -> str:
@@ -138,12 +128,11 @@ def _check_ranks(parallel: ParallelConfig) -> None:
 
 
 def connect(environ: Mapping[str, str], timeout: timedelta, listener: socket | None = None) -> Store:
-    """A new connection to the rendezvous store, which is hosted by rank 0 or torchrun.
+    """A new connection to the rendezvous store, which is hosted by rank 0.
 
-    It also works while process groups hang. ``listener`` is the listening socket for rank 0's first connection. The
-    store of torchrun outlives a restart: keys of earlier attempts are not seen.
+    It also works while process groups hang. ``listener`` is the listening socket for rank 0's first connection.
     """
-    store = TCPStore(
+    return TCPStore(
         environ["MASTER_ADDR"],
         int(environ["MASTER_PORT"]),
         is_master=hosts_store(environ),
@@ -152,7 +141,36 @@ def connect(environ: Mapping[str, str], timeout: timedelta, listener: socket | N
         multi_tenant=True,
         master_listen_fd=None if listener is None else listener.detach(),
     )
-    return PrefixStore(f"attempt_{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+_PORT = "port of the store of rank 0"
+"""Key of torchrun's store."""
+
+
+def leave_agent_store(environ: MutableMapping[str, str], timeout: timedelta) -> socket | None:
+    """Let rank 0 host the store in place of torchrun, whose store keeps what an earlier attempt has left there.
+
+    Its hosts count attempts differently, so that no prefix tells them apart; but what listened for an earlier one has
+    ended. Sets MASTER_PORT. Returns rank 0's listening socket. Raises RuntimeError if rank 0 does not come in time.
+    """
+    agent = connect(environ, timeout)
+    environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    if rank(environ) == 0:
+        environ["MASTER_PORT"] = str(free_port())
+        try:
+            listener = listen(environ)
+        except LaunchError:  # torchrun itself listens on all interfaces
+            listener = listen({**environ, LISTEN: "0.0.0.0"})
+        agent.set(_PORT, environ["MASTER_PORT"])
+        return listener
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        environ["MASTER_PORT"] = agent.get(_PORT).decode()
+        with suppress(OSError):
+            create_connection((environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), timeout=1).close()
+            return None
+        time.sleep(_PAUSE_SECONDS)
+    raise RuntimeError("the store of rank 0 does not answer")
 
 
 def _wait_for_name(name: str) -> None:
@@ -175,22 +193,27 @@ def _wait_for_name(name: str) -> None:
         time.sleep(1)
 
 
-def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> Store:
+def rendezvous_barrier(environ: MutableMapping[str, str], timeout: timedelta) -> Store:
     """Wait until every rank has arrived. Returns the store, which its host must keep until the others have exited.
+
+    Under torchrun it sets MASTER_PORT, see ``leave_agent_store``.
 
     Raises:
         LaunchError: with the ranks that did not arrive in time; or rank 0 cannot listen, see ``listen``.
     """
     listener = listen(environ) if hosts_store(environ) else None
     _wait_for_name(environ["MASTER_ADDR"])
+    given = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
     minutes = f"{timeout.total_seconds() / 60:g} minutes (--distributed-timeout-minutes)"
     try:
         with buffered_stderr():  # torch prints pages of C++ stack frames about a time-out
+            if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                listener = leave_agent_store(environ, timeout)
             store = connect(environ, timeout, listener)
     except RuntimeError as error:
         raise _without_rank_0(
-            f"no answer at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']} within {minutes}: check that rank 0 is "
-            "started, that MASTER_ADDR is its host, and that no firewall is between",
+            f"no answer at {given} within {minutes}: check that rank 0 is started, that MASTER_ADDR is its host, and "
+            "that no firewall is between",
             environ,
         ) from error
     keys = _rank_keys(environ, "arrived")

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,27 @@ def test_a_cut_link_is_reported_on_both_sides_and_the_run_resumes(
     subprocess.run([*hosts.on("host-2"), "ip", "link", "set", INTERFACE, "up"], check=True)
     RankTraining(run_ranks_once, programs.data_arguments, pretrain_soon)(2, *words)
     assert losses(tmp_path / "metrics") == whole
+
+
+KILLED = "signal 1 3 SIGKILL"
+"""The second host's rank; a start that resumes after iteration 2 does not reach its third iteration."""
+
+
+def test_a_run_over_pdsh_is_restarted(launch, whole, tmp_path) -> None:
+    ended = launch(KILLED, ("--max-restarts", "3")).ok()
+    (line,) = re.findall("launch.py: error: the run failed with exit code .*", ended.output)
+    assert line.endswith(": restart 1 of 3 (--max-restarts)") and losses(tmp_path / "metrics") == whole
+
+
+def test_torchrun_restarts_a_run_on_both_hosts(programs, hosts, words, whole, tmp_path) -> None:
+    command = ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", "--max-restarts", "3", "--rdzv_backend", "c10d"]
+    command += ["--rdzv_endpoint", "host-1:29500", "--rdzv_id", "run-1", "tests/support/faulty_pretrain.py"]
+    command += [*TINY_MODEL, *programs.data_arguments, *words]
+    environ = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE, "FAULT": KILLED}
+    with ThreadPoolExecutor() as pool:
+        started = [pool.submit(programs.run, *hosts.on(name), *command, **environ) for name in hosts.names]
+        outputs = [finished.result().ok().output for finished in started]
+    assert "exitcode: -9" in outputs[1] and losses(tmp_path / "metrics") == whole
 
 
 def test_ranks_listen_at_the_given_address_only(programs, hosts, tmp_path) -> None:

@@ -24,7 +24,7 @@ sys.exit(supervise(sys.argv[1:], os.environ).code)
 """
 BEGUN = 'touch "$RANK_EXIT_CODES/rank 0"; touch "$RANK_EXIT_CODES/rank 1"; '
 ENDED = 'echo -n 143 > "$RANK_EXIT_CODES/rank 0"; exit 143'
-NONE_STARTED = "no rank has started: ssh or what it started has failed; tools/doctor.py looks for the cause"
+LOST = "a connection of ssh, or what it started, has failed; tools/doctor.py looks for the cause"
 EXITED = "-c: error: the launcher exited with 0, but"
 
 
@@ -52,7 +52,7 @@ def supervised(script: str, *words: str) -> subprocess.Popen[str]:
             6,
             "-c: error: rank 0, or another that had just begun, was killed by SIGKILL\n",
         ),
-        ("exit 255", 6, f"-c: error: {NONE_STARTED}\n"),
+        ("exit 255", 6, f"-c: error: {LOST}\n"),
         ("exit 241", 6, "-c: error: a rank that started was killed by SIGTERM\n"),
         ('touch "$RANK_EXIT_CODES/rank 1"; echo -n 6 > "$RANK_EXIT_CODES/rank 0"; exit 247', 6, ""),
         ('touch "$RANK_EXIT_CODES/rank 1"; echo -n 3 > "$RANK_EXIT_CODES/rank 0"; exit 3', 3, ""),

@@ -115,7 +115,7 @@ def _exit_code(code: int, forwarded: Sequence[int], codes: Mapping[int, str], ha
     elif len(forwarded) > 1 or (forwarded and _ends_by_signal(code, codes)):
         code = 128 + forwarded[-1]
     elif code == _SSH_FAILED and not codes:
-        print_error("no rank has started: ssh or what it started has failed; tools/doctor.py looks for the cause")
+        print_error("a connection of ssh, or what it started, has failed; tools/doctor.py looks for the cause")
         code = LaunchError.exit_code
     elif code > 0 and (list(codes.values()) == [""] or (by and not codes)):  # no other rank here could report it
         known = (
