@@ -3,11 +3,11 @@
 import hmac
 import ipaddress
 import os
+import re
 import socket
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from megatron.common.errors import ConfigError, LaunchError
 from megatron.common.reading import regular
@@ -88,9 +88,6 @@ def check_host(given: str | None) -> None:
 
     Without this check a web page whose name resolves to this machine could read the responses (DNS rebinding).
     """
-    try:
-        host = urlsplit(f"//{given or ''}").hostname
-    except ValueError:
-        host = None
-    if not is_loopback(host or ""):
+    host = re.fullmatch(r"(?:\[([^]]*)]|([^:]*))(?::[0-9]{1,5})?", given or "")
+    if host is None or not is_loopback((host[1] or host[2]).lower()):
         raise RequestError("this server answers to localhost and 127.0.0.1 only", status=403)

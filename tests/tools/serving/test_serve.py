@@ -117,6 +117,8 @@ def test_openai_client_chats(server):
         ("POST", "/v1/completions", b"{}", {"Authorization": "Bearer \u00e9"}, 401, "Authorization: Bearer KEY"),
         ("GET", "/", None, {"Host": "rebound.example"}, 403, "localhost and 127.0.0.1 only"),
         ("GET", "/v2", None, {}, 404, "Not Found"),
+        ("GET", "/", None, {"Host": "[::1].example"}, 403, "localhost and 127.0.0.1 only"),
+        ("GET", "/", None, {"Host": "127.0.0.1:example"}, 403, "localhost and 127.0.0.1 only"),
         ("GET", "/health/", None, {"Host": "rebound.example"}, 404, "Not Found"),
         ("POST", "/v1/completions", b"x" * 4001, {}, 413, "more than 4000 bytes"),
         ("POST", "/v1/completions", b"{}", {"Content-Length": "5000"}, 413, "more than 4000 bytes"),
