@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 from PIL import Image
 from support.llava_models import transformers_model
 
-from megatron.common.errors import CheckpointError, DataError
+from megatron.common.errors import CheckpointError, ConfigError, DataError
 from megatron.data.image_dataset import common_image_fit, image_writer
 from megatron.model.huggingface import read_config
+from megatron.tools.command_line import ToolParser
 from megatron.tools.inference.images import decoded
+from megatron.tools.preprocess.inputs import add_image_flags, image_settings
 
 SIZE = 28
 CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
@@ -88,6 +91,28 @@ def test_data_sets_say_how_their_images_were_made(tmp_path: Path) -> None:
     (tmp_path / "b_image_fit.txt").write_text("some way")
     with pytest.raises(DataError, match="b_image_fit.txt"):
         common_image_fit([b])
+
+
+def test_preprocessing_follows_the_processor(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["clip"], tmp_path / "llava")
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "CLIPImageProcessor", **CROPS})
+    )
+    parser = ToolParser("")
+    parser.add_argument("--tokenizer-model")
+    parser.add_argument("--format", default="images")
+    add_image_flags(parser)
+
+    def fit(*words: str) -> str:
+        settings = image_settings(parser.parse_args(["--image-tokens", "4", "--image-token-id", "63", *words]))
+        assert settings is not None
+        return settings.fit
+
+    model = ("--tokenizer-model", str(folder), "--vision-image-size")
+    assert (fit(), fit(*model, str(SIZE))) == ("stretch", "crop")
+    assert (fit(*model, str(SIZE), "--image-fit", "stretch"), fit("--image-fit", "pad")) == ("stretch", "pad #7a7468")
+    with pytest.raises(ConfigError, match="--vision-image-size is 56"):
+        fit(*model, "56")
 
 
 def test_images_that_would_take_too_much_memory() -> None:
