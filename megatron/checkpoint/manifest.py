@@ -57,7 +57,7 @@ def read_manifest(tag_folder: Path) -> Manifest:
         raise CheckpointError(
             f"{file} has format {form}, but this version reads format {FORMAT}: use the version that saved it"
         )
-    if text != _render(records):
+    if text != _render(records) or any(os.path.isabs(name) or ".." in name.split("/") for name in records):
         raise CheckpointError(f"{file} is damaged")
     return records
 

@@ -261,6 +261,13 @@ def test_a_manifest_of_another_form(tmp_path: Path) -> None:
             read_manifest(tag)
 
 
+@pytest.mark.parametrize("name", ["../other/run.json", "rank0/../../run.json", "/etc/passwd"])
+def test_a_manifest_names_no_file_outside_of_its_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "manifest.json").write_text(_render({name: Record(4, xxh128="0" * 32)}))
+    with pytest.raises(CheckpointError, match="manifest.json is damaged"):
+        read_manifest(tmp_path)
+
+
 def test_a_disk_that_returns_less_than_was_asked_for_damages_no_file(tmp_path: Path, monkeypatch) -> None:
     file = tmp_path / "weights.pt"
     file.write_bytes(bytes(range(256)) * 9000)  # two blocks and a part of one
