@@ -65,7 +65,7 @@ COMMAND_LINE = """\
 This page lists every flag of the training programs, and all tools; `python tools/write_reference_docs.py` generates it
 from the code. `--help` of each program prints the same descriptions. Flags may be written with hyphens or underscores.
 Names after the first one are aliases. `N` is a whole number and `X` any number. If a flag is repeated, the last value
-counts in training programs, with a warning; the other programs refuse it.
+counts in training programs, with a warning; the other programs refuse another value.
 """
 
 CLASSIC_FLAGS = """\

@@ -60,12 +60,13 @@ class _StoreOnce(argparse.Action):
         # argparse removes the value of --flag=--; where the default is empty, an empty value is none
         if values == [] and self.nargs in (None, "+") or (values == "" and self.default != ""):
             parser.error(f"{option_string} needs a value")
-        if option_string is not None and before is not self.default:
+        if option_string is not None and self.dest in parser.given:
             if self.nargs in ("+", "*"):
                 values = [*before, *values]
             elif before != values:
                 raise ConfigError(f"{option_string} {before} and {option_string} {values} exclude each other: give one")
         setattr(namespace, self.dest, values)
+        parser.given.add(self.dest)
 
 
 def _hyphened(name: str) -> str:
@@ -89,6 +90,7 @@ class ToolParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, of arguments in UTF-8 only."""
+        self.given: set[str] = set()
         words = sys.argv[1:] if args is None else args
         if unreadable := unreadable_arguments(words):
             raise ConfigError(unreadable)

@@ -150,12 +150,14 @@ def test_a_repeated_flag_loses_no_value() -> None:
     parser = ToolParser("")
     parser.add_argument("--input", nargs="+", default=["text"])
     parser.add_argument("--rank", type=int)
+    parser.add_argument("--workers", type=int, default=1)
     given = parser.parse_args("--input a b --rank 1 --input c --rank 1".split())
     assert (given.input, given.rank) == (["a", "b", "c"], 1)
     assert parser.parse_args([]).input == ["text"]
-    with pytest.raises(ConfigError) as caught:
-        parser.parse_args("--rank 1 --rank 2".split())
-    assert caught.value.messages == ["--rank 1 and --rank 2 exclude each other: give one"]
+    for name in ("--rank", "--workers"):
+        with pytest.raises(ConfigError) as caught:
+            parser.parse_args(f"{name} 1 {name} 2".split())
+        assert caught.value.messages == [f"{name} 1 and {name} 2 exclude each other: give one"]
 
 
 @pytest.mark.parametrize(
