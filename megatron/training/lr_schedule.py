@@ -156,12 +156,13 @@ def exponential(progress: float, schedule: LRSchedule) -> float:
 
 def inverse_square_root(progress: float, schedule: LRSchedule) -> float:
     """Inverse square root decay: ``start_lr * sqrt(w / n)`` at iteration n after a warm-up of w iterations
-    (arXiv 1706.03762, 5.3), scaled to end at ``min_lr``. Without a warm-up w is 1, and n is counted from 1.
+    (arXiv 1706.03762, 5.3), and at least ``min_lr``. Without a warm-up w is 1, and n is counted from 1.
     """
+    if progress == 1 or schedule.min_lr == schedule.start_lr:
+        return 1.0
     periods = (schedule.end_iter - schedule.warmup_iter) / max(schedule.warmup_iter, 1)
-    if periods == 0:
-        return progress  # there is only a warm-up
-    return (1 - (1 + progress * periods) ** -0.5) / (1 - (1 + periods) ** -0.5)
+    rest = 1 - schedule.min_lr / schedule.start_lr
+    return min((1 - (1 + progress * periods) ** -0.5) / rest, 1.0)
 
 
 DECAYS: dict[str, Decay] = {
@@ -176,7 +177,7 @@ DECAYS: dict[str, Decay] = {
 WSD_DECAYS: dict[str, Decay] = {
     "linear": linear,
     "cosine": cosine,
-    "exponential": exponential,
+    "exponential": lambda progress, schedule: 2 - 2 * 0.5**progress,  # as in Megatron-LM
     "minus_sqrt": lambda progress, schedule: math.sqrt(progress),  # arXiv 2405.18392: steep at first
 }
 """Curves of --lr-wsd-decay-style."""

@@ -18,15 +18,13 @@ CLOSED_FORMS: dict[str, Callable[[int], float]] = {
     "linear": lambda n: PEAK - (PEAK - FLOOR) * (n - 20) / 100,
     "cosine": lambda n: FLOOR + (PEAK - FLOOR) / 2 * (1 + math.cos(math.pi * (n - 20) / 100)),
     "exponential": lambda n: PEAK * (FLOOR / PEAK) ** ((n - 20) / 100),
-    "inverse-square-root": lambda n: (
-        FLOOR + (PEAK - FLOOR) * ((20 / n) ** 0.5 - (20 / 120) ** 0.5) / (1 - (20 / 120) ** 0.5)
-    ),
+    "inverse-square-root": lambda n: PEAK * (20 / n) ** 0.5,
 }
 
 WSD_CLOSED_FORMS: dict[str, Callable[[int], float]] = {
     "linear": lambda n: PEAK - (PEAK - FLOOR) * (n - 90) / 30,
     "cosine": lambda n: FLOOR + (PEAK - FLOOR) / 2 * (1 + math.cos(math.pi * (n - 90) / 30)),
-    "exponential": lambda n: PEAK * (FLOOR / PEAK) ** ((n - 90) / 30),
+    "exponential": lambda n: FLOOR + (PEAK - FLOOR) * (2 * 0.5 ** ((n - 90) / 30) - 1),
     "minus_sqrt": lambda n: PEAK - (PEAK - FLOOR) * math.sqrt((n - 90) / 30),
 }
 
@@ -85,6 +83,12 @@ def test_boundaries(style: str, warmup: int, end: int, expected: dict[int, float
     rate = schedule(style, warmup_iter=warmup, end_iter=end, **wsd).learning_rate
     for n, lr in expected.items():
         assert rate(n) == (PEAK if style == "constant" and lr == FLOOR else lr)
+
+
+def test_the_inverse_square_root_stays_at_the_minimum():
+    rate = schedule("inverse-square-root", min_lr=PEAK / 2).learning_rate
+    assert rate(79) == pytest.approx(PEAK * (20 / 79) ** 0.5, rel=1e-12)
+    assert [rate(n) for n in (80, 81, 119, 120)] == [PEAK / 2] * 4
 
 
 def test_without_a_warm_up_the_inverse_square_root_counts_from_one():
