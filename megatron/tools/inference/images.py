@@ -208,8 +208,8 @@ def _without_images(content: Any, images: list[np.ndarray], model: ModelConfig, 
         if len(images) == most:
             raise DataError(f"more than {counted(most, 'image')}: the model's context has no room for them")
         address = part.get("image_url")
-        content = bytes_of_url(address.get("url") if isinstance(address, dict) else address)
-        images.append(decoded(content, model.vision_image_size, model.image_fit))
+        file = bytes_of_url(address.get("url") if isinstance(address, dict) else address)
+        images.append(decoded(file, model.vision_image_size, model.image_fit))
         changed.append({"type": "text", "text": f"{MARK}\n"})
     return changed
 
