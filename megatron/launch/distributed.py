@@ -225,25 +225,30 @@ def rendezvous_barrier(environ: MutableMapping[str, str], timeout: timedelta) ->
     try:
         store.wait([all_arrived], timeout)
     except RuntimeError as error:
-        try:
-            missing = _missing(store, keys)
-        except RuntimeError as lost:
-            raise _without_rank_0(
-                "lost rank 0 before all ranks had connected: it printed why, unless it was killed", environ
-            ) from lost
-        if not missing:
-            raise LaunchError(
-                f"all {len(keys)} ranks connected, and not all were started with WORLD_SIZE={len(keys)}: start each of "
-                "them with the same number"
-            ) from error
-        time.sleep(_SKEW_SECONDS)  # keeps the store for ranks that time out a little later
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise LaunchError(
-            f"{len(missing)} of {len(keys)} ranks did not connect within {minutes}: rank{'s' * (len(missing) > 1)} "
-            f"{', '.join(missing[:_SHOWN])}{more}; check that they are started, with the same MASTER_ADDR and "
-            "MASTER_PORT, or correct WORLD_SIZE"
-        ) from error
+        raise _incomplete(store, keys, minutes, environ) from error
     return store
+
+
+def _incomplete(store: Store, keys: Sequence[str], minutes: str, environ: Mapping[str, str]) -> LaunchError:
+    """The error that ranks did not arrive within ``minutes``: which ones, or why not."""
+    try:
+        missing = _missing(store, keys)
+    except RuntimeError:
+        return _without_rank_0(
+            "lost rank 0 before all ranks had connected: it printed why, unless it was killed", environ
+        )
+    if not missing:
+        return LaunchError(
+            f"all {len(keys)} ranks connected, and not all were started with WORLD_SIZE={len(keys)}: start each of "
+            "them with the same number"
+        )
+    time.sleep(_SKEW_SECONDS)  # keeps the store for ranks that time out a little later
+    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    return LaunchError(
+        f"{len(missing)} of {len(keys)} ranks did not connect within {minutes}: rank{'s' * (len(missing) > 1)} "
+        f"{', '.join(missing[:_SHOWN])}{more}; check that they are started, with the same MASTER_ADDR and "
+        "MASTER_PORT, or correct WORLD_SIZE"
+    )
 
 
 def _without_rank_0(text: str, environ: Mapping[str, str]) -> LaunchError:
