@@ -7,7 +7,13 @@ COLUMNS = 160
 
 
 def wrapped(text: str) -> str:
-    """``text`` with each line that begins with ``> `` wrapped below its text; a word, such as a path, stays whole."""
+    """``text`` with each line that begins with ``> `` wrapped below its text; a word, such as a path, stays whole.
+
+    A warning stays in one line, as an error does.
+    """
     indent = ">" + " " * 11
     wrap = textwrap.TextWrapper(COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(wrap.fill(line) if line.startswith("> ") else line for line in text.split("\n"))
+    return "\n".join(
+        wrap.fill(line) if line.startswith("> ") and not line.startswith("> warning: ") else line
+        for line in text.split("\n")
+    )

@@ -43,6 +43,7 @@ def train(run_ranks_once, programs, tmp_path: Path) -> Callable[[int, str], list
     def run(processes: int, flags: str) -> list[tuple[float, float]]:
         metrics = tmp_path / f"metrics{flags.replace(' ', '')}"
         output = in_ranks(processes, *settings.split(), *more.split(), metrics, *flags.split())
+        output = " ".join(output.replace("\n> ", " ").split())  # a long line is wrapped
         assert "documents in" in output and "longer than a sample, cut at the end" in output
         assert "of no effect, as their answers come after the cut" in output
         return [(line["lm_loss"], line["grad_norm"]) for line in read_metrics(metrics) if "lm_loss" in line]
