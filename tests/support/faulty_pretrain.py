@@ -145,6 +145,7 @@ def write_file(path, content):
 
 
 if kind == "files":
+    sys.dont_write_bytecode = True  # Python would cut the files of modules, and leave them
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(numbers[0]),) * 2)
 setup.build_engine, saving.write_file = build_engine, write_file
 training.train_batch, training.eval_batch = train_batch, eval_batch

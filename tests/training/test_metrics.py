@@ -158,6 +158,7 @@ def test_the_first_iterations_are_logged_and_then_about_every_thirtieth_of_the_r
 
 
 def train_with_small_files(words: list[str]) -> tuple[int, str]:
+    sys.dont_write_bytecode = True  # Python would cut the files of modules, and leave them
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
     return pretrain(words)
 
