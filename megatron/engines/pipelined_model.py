@@ -111,30 +111,31 @@ class PipelinedModel(PipelineModule):
         chunk = self.chunks[number]
         self._set_bounds(self.parts[chunk], self.parts[chunk + 1])
 
+    def _each_chunk(self) -> Iterator[None]:
+        """Expose each chunk in turn, and then the first one again."""
+        for number in range(len(self.chunks)):
+            self.expose(number)
+            yield
+        self.expose(0)
+
     @overrides(PipelineModule, "(self, save_dir, checkpoint_engine, exclude_frozen_params=False)")
     def save_state_dict(self, *arguments: Any, **options: Any) -> None:
         """Write the layers of all chunks."""
-        for number in range(len(self.chunks)):
-            self.expose(number)
+        for _ in self._each_chunk():
             super().save_state_dict(*arguments, **options)
-        self.expose(0)
 
     def layer_files(self, folder: Path) -> Iterator[tuple[Path, nn.Module]]:
         """The layers of all chunks that have weights, each with its file in the checkpoint ``folder``."""
-        for number in range(len(self.chunks)):
-            self.expose(number)
+        for _ in self._each_chunk():
             for index, layer in enumerate(self.forward_funcs):
                 if isinstance(layer, nn.Module):
                     yield Path(self.ckpt_layer_path(str(folder), index)), layer
-        self.expose(0)
 
     @overrides(PipelineModule, "(self, load_dir, checkpoint_engine, strict=True)")
     def load_state_dir(self, *arguments: Any, **options: Any) -> None:
         """Read the layers of all chunks."""
-        for number in range(len(self.chunks)):
-            self.expose(number)
+        for _ in self._each_chunk():
             super().load_state_dir(*arguments, **options)
-        self.expose(0)
 
 
 class LayoutGrid(PipelineParallelGrid):

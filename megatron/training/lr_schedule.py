@@ -5,7 +5,7 @@ Step n, counted from 0, has the rate ``learning_rate(n)``; w is the number of wa
 - warm-up, n < w: ``start_lr * (n + 1) / w``. The first step has 1/w of the peak, not 0; the last step of the warm-up
   has the peak.
 - decay from iteration w (WSD: for the last ``wsd_decay_iters``) to the end iteration: a curve of ``DECAYS`` from
-  ``start_lr`` to exactly ``min_lr``.
+  ``start_lr`` to exactly ``min_lr``; only inverse-square-root may still be above it before the end.
 - after the end: ``min_lr``, or ``start_lr`` with the constant style.
 
 If the batch size varies, the schedule counts samples: the step from ``n`` to ``m`` consumed samples has the rate
