@@ -190,7 +190,10 @@ import os
 from megatron.common.environment import ranks_on_host
 from megatron.launch.environment import hosts_store
 from megatron.launch.rank import run_rank
-run_rank(lambda: print(f"of {ranks_on_host(os.environ)}, hosts the store: {hosts_store(os.environ)}"))
+def report():
+    # One write: print makes two, between which another rank can write.
+    os.write(1, f"of {ranks_on_host(os.environ)}, hosts the store: {hosts_store(os.environ)}\\n".encode())
+run_rank(report)
 """
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "outer", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "1"}
 
