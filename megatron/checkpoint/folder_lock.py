@@ -6,7 +6,8 @@ every few seconds. It is stale
 
 - if its owner ran on this host and has ended, or does not have the file open, which is then a copy of another folder's;
 - if its owner ran elsewhere (another host, another container) and has not renewed it for ``LEASE_SECONDS``, which is
-  measured by watching the file, since the clocks of two hosts may differ.
+  measured by watching the file, since the clocks of two hosts may differ;
+- if it names no owner, and none writes its own content over it, as each renewal does.
 
 A stale file is replaced, so that a run resumes after any crash without cleanup. The elastic agent does not wait for a
 lease: it may displace an owner that it has started itself, which then ends within ``RENEWAL_SECONDS``.
@@ -36,6 +37,8 @@ RUN_VARIABLE = "MEGATRON_ELASTIC_RUN"
 """Environment variable of all processes of an elastic run, with which the agent finds them to end them."""
 RENEWAL_SECONDS = 5.0
 LEASE_SECONDS = 30.0
+_UNREADABLE = "unreadable"
+"""Content of a file that cannot be read: its owner may be alive."""
 _SIZE = 1024
 """Bytes of the file, including padding, so that a renewal never changes its size."""
 
@@ -84,7 +87,7 @@ class FolderLock:
         self._over = threading.Event()
 
     def take(self) -> None:
-        """Take the lock; wait for ``LEASE_SECONDS`` if its owner on another host may have ended.
+        """Take the lock; wait for up to ``LEASE_SECONDS`` if its owner may have ended.
 
         Raises CheckpointError if another run holds it; OSError if the folder cannot be written.
         """
@@ -170,11 +173,12 @@ class FolderLock:
             return _holds(owner, self._path)
         if owner is not None and owner.is_displaced:
             return False
+        lease = LEASE_SECONDS if owner or text == _UNREADABLE else 1.2 * RENEWAL_SECONDS
         if announced:
             whose = f"that of {owner}" if owner else "of another run"
-            print_warning(f"--save {self.folder}: waiting up to {LEASE_SECONDS:.0f} s for a lock, {whose}, to expire")
+            print_warning(f"--save {self.folder}: waiting up to {lease:.0f} s for a lock, {whose}, to expire")
         waited = 0.0
-        while waited < LEASE_SECONDS:  # not counting the time of reads: the file system may hang, for its owner, too
+        while waited < lease:  # not counting the time of reads: the file system may hang, for its owner, too
             time.sleep(_pause())
             waited += _pause()
             if (now := _read(self._path)[0]) != text:
@@ -244,7 +248,7 @@ def _read(path: Path) -> tuple[str | None, Owner | None]:
     except FileNotFoundError:
         return None, None
     except OSError:
-        return "", None
+        return _UNREADABLE, None
     try:
         content = parse_json(text)
         owner = Owner(**{name: content[name] for name in Owner.__dataclass_fields__ if name in content})

@@ -66,17 +66,25 @@ def _before_its_id_was_reused(content: dict) -> dict:
     return {**content, "started": "1"}
 
 
-@pytest.mark.parametrize(
-    "change", [_on_another_host, _before_its_id_was_reused, lambda _: "", lambda _: '{"pid": []}', lambda _: "[" * 1024]
-)
-def test_a_stale_lock_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
-    monkeypatch.setattr(folder_lock, "LEASE_SECONDS", 0.2)
+STALE = [
+    (_on_another_host, 0.2), (_before_its_id_was_reused, 60.0),
+    *[(lambda _, text=text: text, 60.0) for text in ("", '{"pid": []}', "[" * 1024)],
+]  # fmt: skip
+"""What has happened to the lock, and the seconds that one of another host would be waited for."""
+
+
+@pytest.mark.parametrize(("change", "lease"), STALE)
+def test_a_stale_lock_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable, lease) -> None:
+    monkeypatch.setattr(folder_lock, "LEASE_SECONDS", lease)
     earlier, later = FolderLock(tmp_path), FolderLock(tmp_path)
     earlier.take()
     content = change(json.loads((tmp_path / LOCK).read_text()))
     (tmp_path / LOCK).write_text(content if isinstance(content, str) else json.dumps(content))
     check_unlocked(tmp_path)
+    monkeypatch.setattr(folder_lock, "RENEWAL_SECONDS", 0.1)
+    start = time.monotonic()
     later.take()
+    assert time.monotonic() - start < 30
     later.check()
     with pytest.raises(CheckpointError, match="has taken the folder over"):
         earlier.check()
@@ -100,6 +108,18 @@ def test_an_owner_on_another_host_that_renews_its_lock_keeps_it(
     with pytest.raises(CheckpointError, match="another run .* saves into this folder"):
         second.take()
     assert time.monotonic() - start < 30
+    first.check()
+    first.release()
+
+
+def test_an_owner_writes_over_a_damaged_lock_and_keeps_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(folder_lock, "RENEWAL_SECONDS", 0.5)
+    monkeypatch.setattr(folder_lock, "_pause", lambda: 0.05)
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.take()
+    (tmp_path / LOCK).write_text("garbage")
+    with pytest.raises(CheckpointError, match="another run"):
+        second.take()
     first.check()
     first.release()
 
