@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable
 
 
@@ -66,10 +67,13 @@ _MOST = 100
 """Maximum number of messages in an error: a hostile file may be wrong in thousands of places."""
 _LONGEST = 900
 """Maximum characters of a message, which may contain names and values of hostile files."""
+_LONG_WORD = re.compile(r"\d{60,}|[\w.-]{256,}")
+"""A number or a word that no file name can be, and that nobody reads to its end."""
 
 
 def one_line(text: str) -> str:
     """``text`` on one line: shortened, with escapes for unprintable characters, such as in names of hostile files."""
+    text = _LONG_WORD.sub(lambda word: f"{word[0][:40]}…", text)
     text = text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
     return text if text.isprintable() else escaped(text)
 

@@ -58,7 +58,7 @@ def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
         ("raise errors.DataError('x.idx is missing')", 3, "-c: error: x.idx is missing\n"),
         ("raise errors.ConfigError(['one', 'two'])", 2, "-c: error: one\n-c: error: two\n"),
         ("raise KeyboardInterrupt", 130, ""),
-        ("open('x' * 300)", 2, f"-c: error: {'x' * 300}: File name too long; name another file\n"),
+        ("open('x' * 300)", 2, f"-c: error: {'x' * 40}…: File name too long; name another file\n"),
     ],
 )
 def test_each_error_has_its_exit_code(body: str, code: int, stderr: str) -> None:
