@@ -112,6 +112,8 @@ class FolderLock:
                 text, owner = _read(self._path)
             if not os.path.lexists(self._path):
                 return False
+            if text is not None:
+                self._remove(text)
         self.take()
         return True
 

@@ -161,7 +161,9 @@ def taken_over(lock: FolderLock, change: Callable[[], None]) -> bool:
         return waiting.result(60)
 
 
-def test_a_standby_takes_over_from_a_killed_owner_only(tmp_path: Path, owner: subprocess.Popen, monkeypatch) -> None:
+def test_a_standby_takes_over_from_a_killed_owner_only(
+    tmp_path: Path, owner: subprocess.Popen, monkeypatch, capfd
+) -> None:
     def end_owner() -> None:
         owner.kill()
         owner.wait()
@@ -174,6 +176,7 @@ def test_a_standby_takes_over_from_a_killed_owner_only(tmp_path: Path, owner: su
     monkeypatch.setattr(folder_lock, "machine_id", lambda: "another")
     monkeypatch.setattr(folder_lock, "LEASE_SECONDS", 2.0)
     assert taken_over(third, lambda: None)
+    assert "waiting" not in capfd.readouterr().err, "it has waited for the lease already"
     third.release()
 
 
