@@ -139,6 +139,25 @@ def test_arguments_and_variables_reach_every_host_as_they_are(
     assert not list(tmp_path.rglob("marker")) and not (programs.root / "marker").exists()
 
 
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh (apt-get install pdsh)")
+def test_the_error_of_a_rank_is_the_last_line_over_pdsh(
+    programs: Programs, local_hosts: LocalHosts, warm_python: dict[str, str], hostfile: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import sys, time\n"
+        "print('begun', flush=True)\n"
+        "time.sleep(1)\n"
+        "print('fails.py: error: bad value', file=sys.stderr)\n"
+        "sys.exit(1)\n"
+    )
+    words = ["--hostfile", hostfile, "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    ended = programs.python("tools/launch.py", *words, script, PATH=local_hosts.path, **warm_python)
+    lines = ended.output.splitlines()
+    assert (ended.returncode, sorted(lines[-2:])) == (1, [f"host-{x}: fails.py: error: bad value" for x in "ab"])
+    assert sorted(lines) == sorted([*(f"host-{x}: begun" for x in "ab"), *lines[-2:]])
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
