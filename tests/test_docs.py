@@ -79,6 +79,16 @@ def test_python_blocks_compile_and_their_imports_exist() -> None:
                     assert not missing, f"{page.name}: {node.module} has no {missing}"
 
 
+def test_diffs_in_pages_fit_the_files() -> None:
+    """What a diff of a page keeps or removes stands in the file."""
+    for page in PAGES:
+        for block in re.findall(r"^```diff\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            (file,) = re.findall(r"^\+\+\+ b/(.*)$", block, re.MULTILINE)
+            for hunk in re.split(r"^@@.*@@\n", block, flags=re.MULTILINE)[1:]:
+                lines = [line[1:] for line in hunk.splitlines(keepends=True) if line[0] in " -"]
+                assert "".join(lines) in (ROOT / file).read_text(), f"{page.name}: {file} has no {lines}"
+
+
 def test_paths_in_pages_exist() -> None:
     """Every path of this repository that a page names in code style, such as `megatron/mpu/`, also in a command."""
     folders = r"(?:megatron|tools|examples|recipes|tests|docs|ds_configs|docker|benchmarks)/[\w./-]*"

@@ -63,12 +63,14 @@ class ZeroConfig:
     )
     zero_reduce_bucket_size: float = _zero_flag(
         0.0,
-        "Number of elements reduced at a time; 0 uses DeepSpeed's default.",
+        "Number of elements reduced at a time; 0: 40 million or more at ZeRO 1 and 2, else DeepSpeed's default.",
         aliases=("ddp-bucket-size",),
         within="[0, 9007199254740992]",
     )
     zero_allgather_bucket_size: float = _zero_flag(
-        0.0, "Number of elements all-gathered at a time; 0 uses DeepSpeed's default.", within="[0, 9007199254740992]"
+        0.0,
+        "Number of elements all-gathered at a time, with offload; 0 uses DeepSpeed's default.",
+        within="[0, 9007199254740992]",
     )
     zero_overlap_comm: bool | None = flag(
         None,
