@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.programs import read_metrics
-from support.training import RankTraining
+from support.programs import TINY_MODEL, read_metrics
+from support.training import RankTraining, pretrain
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW
 
@@ -99,6 +99,40 @@ def test_a_run_resumes_on_another_layout(train_in_ranks, trained, tmp_path, opti
     ]
     train_in_ranks(processes, *words, "--metrics-file", metrics)
     assert losses(metrics) == pytest.approx(losses(source / "metrics")[SAVED:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"), [(1, ""), (2, "--model-parallel-size 2"), (2, "--zero-stage 2"), (2, "--zero-stage 3")]
+)
+def test_adagrad_accumulates_the_squares_of_all_gradients(run_ranks_once, programs, tmp_path, processes, layout):
+    """Beside the same steps in fp64, with a large learning rate."""
+    (file := tmp_path / "adagrad.json").write_text('{"optimizer": {"type": "Adagrad"}}')
+    words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, *layout.split(), "--deepspeed_config", file]
+    words += ["--lr", "0.1", "--weight-decay", "0.1"]
+    for steps, difference in run_ranks_once(processes, difference_from_fp64, list(map(str, words))):
+        assert steps >= 6 and difference < 1e-5
+
+
+def difference_from_fp64(words: list[str]) -> tuple[int, float]:
+    """Steps of a run with Adagrad, and the largest difference of a weight of this rank after the last one."""
+    step, exact, steps = Adagrad.step, {}, 0
+
+    def step_in_both(optimizer: Adagrad, closure: None = None) -> None:
+        nonlocal steps
+        steps += 1
+        for group in optimizer.param_groups:
+            for weight in (weight for weight in group["params"] if weight.grad is not None):
+                value, total = exact.get(weight, (weight.detach().double(), 0.0))
+                gradient = weight.grad.double() / getattr(optimizer, "grad_scale", 1.0) + group["weight_decay"] * value
+                total = total + gradient**2
+                exact[weight] = value - group["lr"] * gradient / (total.sqrt() + group["eps"]), total
+        step(optimizer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Adagrad, "step", step_in_both)
+        code, output = pretrain(words)
+    assert code == 0, output
+    return steps, max(float((weight.detach() - value).abs().max()) for weight, (value, _) in exact.items())
 
 
 def test_adagrad_loads_the_single_group_of_earlier_versions():
