@@ -37,7 +37,7 @@ class Tokenizer(ABC):
     adds_bos = False
     """Whether ``transformers`` begins each text with ``bos``."""
     opening: tuple[int, ...] = ()
-    """Tokens with which ``prompt`` begins."""
+    """Tokens with which a prompt begins."""
     source: tuple[str | None, ...] = ()
     """Kind and files of the tokenizer; empty if it was not built by ``build_tokenizer``."""
     tokens: int | None = None
@@ -51,11 +51,6 @@ class Tokenizer(ABC):
     def ends(self) -> frozenset[int]:
         """Tokens that end a generated text."""
         return self.other_ends | {self.eod}
-
-    def prompt(self, text: str) -> list[int]:
-        """The ids of ``text`` after those of ``opening``; none if it has none. Raises DataError as ``tokenize``."""
-        ids = self.tokenize(text)
-        return [*self.opening, *ids] if ids else []
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text: the same as ``tokenize`` of each, but faster.

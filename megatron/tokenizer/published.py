@@ -1,7 +1,7 @@
 """Tokenizers that are published with models: Hugging Face's tokenizer.json, and SentencePiece models.
 
 The library ``tokenizers`` runs a tokenizer.json. The ids are the same as the ids of a fast tokenizer of
-``transformers`` that loads the same folder.
+``transformers`` that loads the same folder, unless its class builds another tokenizer from the vocabulary.
 """
 
 import os

@@ -243,8 +243,7 @@ class ChatPrompts:
 
     def tokenize(self, text: str) -> list[int]:
         """Tokenize a text of the template, or a part of one."""
-        [(ids, _)] = tokenize_texts(self._tokenizer, [Text(text)])
-        return ids
+        return tokenize_marked(self._tokenizer, text)
 
 
 def special_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:
@@ -267,6 +266,12 @@ def tokenize_texts(tokenizer: Tokenizer, texts: Sequence[Text]) -> Iterator[tupl
         for begin, end in text.counted:
             mask |= (begins < end) & (np.maximum(ends, begins + 1) > begin)
         yield encoding.ids, mask.tolist()
+
+
+def tokenize_marked(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text, in which texts of special tokens are special tokens."""
+    [(ids, _)] = tokenize_texts(tokenizer, [Text(text)])
+    return ids
 
 
 def _tokenize_ranges(tokenizer: Tokenizer, texts: Sequence[Text]) -> Iterator[tuple[list[int], list[int]]]:

@@ -11,6 +11,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
 
 from megatron.tokenizer import Tokenizer
+from megatron.tools.chat.template import tokenize_marked
 from megatron.tools.command_line import progress_bar
 from megatron.tools.evaluation.scoring import ForwardModel, UnsupportedTask, score
 from megatron.tools.evaluation.tasks import Sample, Scores, last_inputs
@@ -42,8 +43,10 @@ class HarnessModel(TemplateLM):
         return next(iter(self._tokenizer.opening), self.eot_token_id)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text, after the bos_token if the model's texts begin with one."""
-        return self._tokenizer.tokenize(string) if add_special_tokens is False else self._tokenizer.prompt(string)
+        """The tokens of a text, after the bos_token if the model's texts begin with one, and this one does not."""
+        ids, opening = tokenize_marked(self._tokenizer, string), self._tokenizer.opening
+        begins = add_special_tokens is False or not ids or tuple(ids[: len(opening)]) == opening
+        return ids if begins else [*opening, *ids]
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """For each (context, continuation): its log-likelihood, and whether greedy decoding returns it."""
@@ -95,7 +98,7 @@ class HarnessModel(TemplateLM):
 
     def _windows(self, text: str) -> list[Sample]:
         windows = get_rolling_token_windows(
-            self._tokenizer.tokenize(text),
+            tokenize_marked(self._tokenizer, text),
             prefix_token=self.prefix_token_id,
             max_seq_len=self._seq_length,
             context_len=1,

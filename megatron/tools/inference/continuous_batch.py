@@ -43,6 +43,8 @@ class Joining(NamedTuple):
     limits: StoppingCriteria
     samples: int = 1
     first_sample: int = 0
+    varies: bool = False
+    """Whether the prompts of the request count as different ones, so that equal ones get different texts."""
 
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -182,6 +184,7 @@ class ContinuousBatch:
 
     def _writer(self, joining: Joining, number: int, sample: int, new_tokens: int) -> Writer:
         prompt, sampling = joining.prompts[number], joining.sampling
+        first = joining.first_sample + (number * joining.samples if joining.varies else 0)
         return Writer(
             number,
             sample,
@@ -189,7 +192,7 @@ class ContinuousBatch:
             Detokenizer(self._tokenizer, prompt if self._model.continues else (), joining.limits.stop),
             joining.request,
             sampling,
-            sample_generator(sampling.seed, prompt, joining.first_sample + sample),
+            sample_generator(sampling.seed, prompt, first + sample),
         )
 
     def leave(self, request: Hashable) -> None:

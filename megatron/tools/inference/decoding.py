@@ -28,7 +28,7 @@ class Sampling:
     greedy: bool = False
     temperature: float = 1.0
     top_k: int = 0
-    """Sample from the k most likely tokens; 0: from all."""
+    """Sample from the k most likely tokens, and those that are as likely as the last of them; 0: from all."""
     top_p: float = 0.0
     """Sample from the most likely tokens whose probabilities total p (nucleus sampling); 0: from all."""
     repetition_penalty: float = 1.0
@@ -96,7 +96,7 @@ def _choose_one(logits: Tensor, row: Row) -> int:
     index = torch.arange(len(scores))
     if 0 < sampling.top_k < len(scores):
         # In the order of the vocabulary, so that rounding errors do not assign random numbers to other tokens.
-        index = scores.topk(sampling.top_k, sorted=False).indices.sort().values
+        index = (~(scores < scores.topk(sampling.top_k).values[-1])).nonzero().flatten()  # with NaN, if there is one
     probabilities = scores[index].softmax(-1)
     if probabilities[0].isnan():
         return NOT_FINITE
@@ -110,7 +110,7 @@ def _choose_one(logits: Tensor, row: Row) -> int:
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Probabilities [v] with all set to 0 except those of the most likely tokens, which total ``top_p``."""
     values, index = probabilities.sort(descending=True)
-    within = values.cumsum(-1) - values <= top_p
+    within = values.cumsum(-1) - values < top_p
     return torch.zeros_like(probabilities).index_copy_(0, index[within], values[within])
 
 

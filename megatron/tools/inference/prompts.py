@@ -4,13 +4,14 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.common.errors import ConfigError, UserError, counted
 from megatron.common.reading import LARGEST, read_text
 from megatron.tokenizer import Tokenizer
-from megatron.tools.chat.template import ChatPrompts
+from megatron.tools.chat.template import ChatPrompts, tokenize_marked
 from megatron.tools.inference.images import ImagePrompt, ImageReader
 
 NEW_TOKENS = 64
@@ -54,6 +55,15 @@ class StoppingCriteria:
                 "of the model's context; shorten the prompt, ask for fewer, or let --on-long-context slide"
             )
         return total
+
+
+def prompt_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The ids of a prompt, after the tokens with which texts of the model begin; none if it is empty.
+
+    As in transformers, texts of special tokens are special tokens. Raises DataError as ``Tokenizer.tokenize``.
+    """
+    ids = tokenize_marked(tokenizer, text)
+    return [*tokenizer.opening, *ids] if ids else []
 
 
 def checked_length(prompt: Sequence[int], limits: StoppingCriteria) -> int:
@@ -137,11 +147,10 @@ def tokenized(
             prompt_text = first["content"] if chat is None else chat.text([first, *others])
             tokens: Sequence[int]
             if images is not None:
-                tokenize = tokenizer.tokenize if chat is None else chat.tokenize
-                found = images.tokens(prompt_text, record, tokenize)
+                found = images.tokens(prompt_text, record, partial(tokenize_marked, tokenizer))
                 tokens = ImagePrompt([*(() if chat else tokenizer.opening), *found], found.images)
             else:
-                tokens = tokenizer.prompt(prompt_text) if chat is None else chat.tokenize(prompt_text)
+                tokens = prompt_tokens(prompt_text, tokenizer) if chat is None else chat.tokenize(prompt_text)
             checked_length(tokens, limits)
         except UserError as error:
             raise ConfigError(f"{location}: {error}") from None

@@ -16,6 +16,7 @@ from megatron.config import ModelConfig
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.template import ChatPrompts
 from megatron.tools.inference.images import images_of_messages, with_images
+from megatron.tools.inference.prompts import prompt_tokens
 
 _NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,
@@ -130,6 +131,8 @@ class CompletionRequest(_SharedFields):
     logprobs: int | None = None
     """Number of most likely tokens to return with each token; None without log-probabilities."""
     echo: bool = False
+    has_seed: bool = True
+    """Whether the seed is from the request."""
     prompts: tuple[tuple[int, ...], ...]
     """The prompts as tokens."""
     texts: tuple[str, ...]
@@ -176,7 +179,8 @@ def _chat_prompt(messages: list[dict[str, Any]], chat: ChatPrompts, limits: Requ
 def _request(fields: _SharedFields, max_tokens: int, limits: RequestLimits, **values: Any) -> CompletionRequest:
     _check_sizes(max_tokens, fields.n, values["prompts"], limits)
     shared = {name: value for name, value in fields if name in CompletionRequest.model_fields}
-    return CompletionRequest.model_construct(**{**shared, "max_tokens": max_tokens, **values})
+    values |= {"max_tokens": max_tokens, "has_seed": "seed" in fields.model_fields_set}
+    return CompletionRequest.model_construct(**{**shared, **values})
 
 
 def _fields(body: bytes, model: str, kind: type[_Fields]) -> _Fields:
@@ -218,7 +222,7 @@ def _prompts(
     several: list[Any] = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     try:
         if isinstance(several[0], str):
-            texts, tokens = several, [tokenizer.prompt(text) for text in several]
+            texts, tokens = several, [prompt_tokens(text, tokenizer) for text in several]
         else:
             texts, tokens = [tokenizer.detokenize(ids) for ids in several], several
     except DataError as error:

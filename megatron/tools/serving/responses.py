@@ -107,7 +107,8 @@ class CompletionResponse:
         }
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        return _line({"object": self.part_kind, **self._head, "choices": choices, **more})
+        usage = {"usage": None} if self._request.stream_options.include_usage else {}
+        return _line({"object": self.part_kind, **self._head, "choices": choices, **usage, **more})
 
 
 class ChatResponse(CompletionResponse):

@@ -160,7 +160,7 @@ class RequestBatch(ContinuousBatch):
         )
         context = self._config.max_position_embeddings
         limits = StoppingCriteria(context, new_tokens=request.max_tokens, stop=request.stop)
-        return Joining(number, request.prompts, sampling, limits, samples=request.n)
+        return Joining(number, request.prompts, sampling, limits, samples=request.n, varies=not request.has_seed)
 
 
 class RankBroadcast:

@@ -13,9 +13,9 @@ from megatron.tools.inference.prompts import StoppingCriteria, checked_length
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 
 
-def _chosen(sampling: Sampling, draws: int = 400, seen: tuple[int, ...] = ()) -> set[int]:
-    rows = [Row(sampling, np.random.default_rng(0), seen)] * draws
-    return set(choose(LOGITS.expand(draws, -1), rows))
+def _chosen(sampling: Sampling, draws: int = 400, logits: torch.Tensor = LOGITS) -> set[int]:
+    rows = [Row(sampling, np.random.default_rng(0))] * draws
+    return set(choose(logits.expand(draws, -1), rows))
 
 
 def test_top_k_and_top_p():
@@ -26,6 +26,9 @@ def test_top_k_and_top_p():
     assert _chosen(Sampling(top_p=0.8)) == {1, 3}
     assert _chosen(Sampling(top_p=0.5)) == {1}
     assert _chosen(Sampling(temperature=0.01)) == {1}
+    # As in transformers, tokens as likely as the last of the most likely ones are among them, but not for top-p.
+    assert _chosen(Sampling(top_k=2), logits=torch.tensor([1.0, 1.0, 0.0, 1.0])) == {0, 1, 3}
+    assert len(_chosen(Sampling(top_p=0.5), logits=torch.zeros(4))) == 2
     assert _chosen(Sampling(min_p=0.3)) == {1, 3} and _chosen(Sampling(min_p=0.1)) == {1, 2, 3}
 
 
@@ -51,7 +54,7 @@ def test_the_most_likely_tokens_of_a_large_vocabulary(spread: float):
     """Many of them where probabilities are nearly equal, and few where they are not."""
     probabilities = (torch.randn(1000, generator=torch.Generator().manual_seed(0)) * spread + 1e-3).softmax(0)
     ordered, index = probabilities.sort(descending=True)
-    expected = torch.zeros(1000).index_copy(0, index, ordered * (ordered.cumsum(0) - ordered <= 0.9))
+    expected = torch.zeros(1000).index_copy(0, index, ordered * (ordered.cumsum(0) - ordered < 0.9))
     assert expected.count_nonzero() in {0.0: range(899, 903), 1.0: range(300, 700), 20.0: range(1, 20)}[spread]
     kept = nucleus(probabilities, 0.9)
     assert kept.count_nonzero() == expected.count_nonzero() and (spread == 0 or kept.equal(expected))

@@ -26,6 +26,10 @@ def test_a_completion_has_the_shape_that_clients_know(server):
 
 def test_a_seed_gives_the_same_text_again(server):
     assert server.texts(**HELLO) == server.texts(**HELLO) != server.texts(**{**HELLO, "seed": 6})
+    first, second = server.texts(**{**HELLO, "prompt": ["Hello"] * 2})
+    assert first == second == server.texts(**HELLO)[0]
+    first, second = server.texts(**{**HELLO, "prompt": ["Hello"] * 2, "seed": None})
+    assert first != second
     assert server.texts(prompt="Hello", temperature=0) == server.texts(prompt="Hello", temperature=0, seed=1)
 
 
@@ -50,7 +54,7 @@ def test_streamed_pieces_equal_the_completion(server):
         (choice,) = bit["choices"]
         assert texts[choice["index"]] is not None, "text after the end"
         texts[choice["index"]] += choice["text"]
-        assert bit["id"] == last["id"]
+        assert bit["id"] == last["id"] and bit["usage"] is None
     assert texts == server.texts(**HELLO, n=2, echo=True) and len(bits) > 10
     assert [bit["choices"][0]["finish_reason"] for bit in bits[-2:]] == ["length", "length"]
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 24
