@@ -78,7 +78,8 @@ class HuggingFaceTokenizer(RustTokenizer):
                 f"--eod-token{examples}"
             )
         self.eod = eod
-        ends = next(filter(None, (configs.get(name, {}).get("eos_token_id") for name in CONFIG_FILES[2:])), None)
+        given = (configs.get(name, {}).get("eos_token_id") for name in CONFIG_FILES[2:])
+        ends = next((end for end in given if end not in (None, [])), None)
         ends = ends if isinstance(ends, list) else [ends]
         self.other_ends = frozenset(id for id in ends if type(id) is int and 0 <= id < self.vocab_size)
 

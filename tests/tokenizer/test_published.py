@@ -168,6 +168,7 @@ def encoder() -> tokenizers.Tokenizer:
         ({"tokenizer_config.json": {"eos_token": None}, "generation_config.json": {"eos_token_id": [351, 352]}}, 351),
         ({"special_tokens_map.json": {"eos_token": {"content": "<think>"}}}, 353),
         ({"config.json": {"eos_token_id": 7}}, 7),
+        ({"config.json": {"eos_token_id": 7}, "generation_config.json": {"eos_token_id": 0}}, 0),
         ({"tokenizer_config.json": {"added_tokens_decoder": {"354": {"content": "<e>"}}, "eos_token": "<e>"}}, 354),
         ({}, "no file beside it names an eos_token, .*--eod-token, such as <|begin_of_text|> or"),
         ({"tokenizer_config.json": {"eos_token": "</s>"}}, r"eos_token '</s>' is not in the vocabulary of"),
@@ -183,7 +184,9 @@ def test_end_of_a_document(tmp_path: Path, encoder: tokenizers.Tokenizer, files:
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     if isinstance(expected, int):
-        assert build_tokenizer(HUGGINGFACE, str(path), None).eod == expected
+        tokenizer, ends = build_tokenizer(HUGGINGFACE, str(path), None), files.get("generation_config.json", {})
+        others = ends.get("eos_token_id", expected)
+        assert tokenizer.eod == expected and tokenizer.ends - {expected} == {*np.atleast_1d(others)} - {expected}
         chosen = build_tokenizer(HUGGINGFACE, str(path), None, 500, "<think>")
         assert (chosen.eod, chosen.vocab_size, chosen.detokenize([450])) == (353, 500, "")
         hashes = {tokenizer_hash(HUGGINGFACE, str(path), None, eod=eod) for eod in (expected, expected - 1)}

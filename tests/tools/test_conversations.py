@@ -145,6 +145,33 @@ def test_tokens_and_mask_are_those_of_transformers(chat_folder: Path) -> None:
     assert ours.has_dropout and ours.tokenize("kind kind") == ours.tokenize("kind kind")
 
 
+@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": {"bos_token": None}, "config.json": {"bos_token_id": 2}},
+        {"special_tokens_map.json": {"bos_token": "<s>", "pad_token": {"content": "</s>", "lstrip": True}}},
+        {"tokenizer_config.json": {"extra_special_tokens": {"note_token": "</s>", "other": "<s>"}}},
+    ],
+)
+def test_special_tokens_of_a_template_are_those_of_transformers(chat_folder: Path, files: dict, is_apart: bool) -> None:
+    """Also of a template in another folder than the tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
+    (chat_folder / "chat_template.jinja").unlink()
+    base = {"tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}}
+    for name in {**base, **files}:
+        (chat_folder / name).write_text(json.dumps(base.get(name, {}) | files.get(name, {})))
+    names = ("bos_token", "eos_token", "pad_token", "unk_token", "note_token", "other")
+    source = "".join(f"{{{{ {name} }}}};" for name in names) + MARKED
+    file = (chat_folder.parent if is_apart else chat_folder) / "chat_template.jinja"
+    file.write_text(source)
+    ours = build_tokenizer("HuggingFaceTokenizer", str(chat_folder / "tokenizer.json"), None)
+    theirs = PreTrainedTokenizerFast.from_pretrained(chat_folder)
+    expected = theirs.apply_chat_template(MESSAGES, chat_template=source, tokenize=False)
+    assert chat_template(str(file), ours).conversation(MESSAGES).text == expected
+
+
 @pytest.mark.parametrize("in_files", [False, True])
 def test_tools_are_for_the_template_of_that_name_as_in_transformers(chat_folder: Path, in_files: bool) -> None:
     from transformers import PreTrainedTokenizerFast

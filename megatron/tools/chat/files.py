@@ -15,7 +15,7 @@ from megatron.tools.chat.template import ChatTemplate, special_tokens
 from megatron.tools.convert.inspection import FoundCheckpoint, read_description
 from megatron.tools.inference.images import MARK
 
-SETTINGS = "tokenizer_config.json"
+SETTINGS, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 _DEFAULT = "default"
 
 
@@ -25,9 +25,10 @@ def chat_template(file: str, tokenizer: Tokenizer) -> ChatTemplate:
     Raises ConfigError if there is none, or if it writes special tokens that the tokenizer lacks.
     """
     texts: dict[int | None, str] = {id: text for text, id in special_tokens(tokenizer).items()}
-    sources, settings = _read_templates(file)
     names = {"bos_token": texts.get(tokenizer.bos, ""), "eos_token": texts.get(tokenizer.eod, EOD)}
-    return _build_template(file, sources, names | settings, tokenizer)
+    folders = [Path(place).parent for place in (*tokenizer.source[1:2], file) if place]
+    named_in_files = next(filter(None, map(_special_texts, folders)), {})
+    return _build_template(file, _read_templates(file), names | named_in_files, tokenizer)
 
 
 def recorded_template(record: str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -79,16 +80,22 @@ def _build_template(
 
 
 @cache
-def _read_templates(file: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The templates in a file and in the folder of others beside it, and the special tokens in the
-    ``tokenizer_config.json`` next to it."""
-    path = Path(file)
-    settings = _tokenizer_settings(path)
-    text = read_text(file)
-    sources = named(settings.get("chat_template") if path.suffix == ".json" else text)
-    sources |= {other.stem: read_text(str(other)) for other in other_templates(file)}
-    texts = {name: _token_text(value) for name, value in settings.items() if name.endswith("_token")}
-    return sources, {name: text for name, text in texts.items() if isinstance(text, str) and text}
+def _read_templates(file: str) -> dict[str, str]:
+    """The templates in a file and in the folder of others beside it."""
+    path, text = Path(file), read_text(file)
+    sources = named(_settings_in(path).get("chat_template") if path.suffix == ".json" else text)
+    return sources | {other.stem: read_text(str(other)) for other in other_templates(file)}
+
+
+@cache
+def _special_texts(folder: Path) -> dict[str, str]:
+    """The special tokens by their names in a template, from the settings of a tokenizer in a folder; empty for null."""
+    settings = _settings_in(folder / SPECIAL_TOKENS) | _settings_in(folder / SETTINGS)
+    others = settings.get("extra_special_tokens")
+    named_so = {name: value for name, value in settings.items() if name.endswith("_token")}
+    named_so |= others if isinstance(others, dict) else {}
+    texts = {name: _token_text(value) or "" for name, value in named_so.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def named(templates: Any) -> dict[str, str]:
@@ -114,7 +121,7 @@ def find_chat_template(chosen: str | None, folder: Path, what: str = "--format m
             raise ConfigError(f"--chat-template {chosen}: no such file")
         return chosen
     for path in (folder / CHAT_TEMPLATE, folder / SETTINGS):
-        if path.is_file() and (path.suffix != ".json" or "chat_template" in _tokenizer_settings(path)):
+        if path.is_file() and (path.suffix != ".json" or "chat_template" in _settings_in(path)):
             return str(path)
     raise ConfigError(
         f"{what} needs a chat template, and {folder} has neither chat_template.jinja nor a {SETTINGS} with one: give "
@@ -122,9 +129,8 @@ def find_chat_template(chosen: str | None, folder: Path, what: str = "--format m
     )
 
 
-def _tokenizer_settings(template: Path) -> dict[str, Any]:
-    """The content of the ``tokenizer_config.json`` next to a template; empty if there is none."""
-    path = template if template.suffix == ".json" else template.parent / SETTINGS
+def _settings_in(path: Path) -> dict[str, Any]:
+    """The object in a file of settings of a tokenizer; empty if there is none."""
     if not path.is_file():
         return {}
     try:
