@@ -27,8 +27,8 @@ def main() -> None:
 
     from megatron.engines import silence_known_warnings
     from megatron.launch.distributed import distributed
+    from megatron.mpu import broadcast_data
     from megatron.parallel.tensor.mappings import (
-        broadcast_data,
         copy_to_model_parallel_region,
         gather_from_model_parallel_region,
         gather_from_sequence_parallel_region,

@@ -8,15 +8,17 @@ launchers of this run, tools/_deepspeed_launcher.py, and this process waits for 
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import _project_root  # noqa: F401
 import psutil
@@ -58,6 +60,18 @@ def with_own_launcher(words: Any) -> Any:
     return [*before, python, "-u", str(LAUNCHER), "", *after]
 
 
+_EXIT_CODE = re.compile(rb"pdsh@\S+: \S+: ssh exited with exit code (?:\d\d?|1[01]\d|12[0-7]|143)$", re.MULTILINE)
+"""What pdsh says about a host whose ranks have ended by themselves; other codes, of a signal or of ssh, are news."""
+
+
+def _show(stderr: IO[bytes]) -> None:
+    """Print what pdsh prints, except for exit codes of ranks: their errors are the last lines on the screen."""
+    for line in stderr:
+        with suppress(OSError):  # it has been closed
+            if text := _EXIT_CODE.sub(b"", line).removeprefix(b"\n"):
+                os.write(2, text)
+
+
 class _Remembered(subprocess.Popen):
     """A child process that is known by ``all`` when the runner has forgotten it, and ends with this process."""
 
@@ -68,8 +82,13 @@ class _Remembered(subprocess.Popen):
     def __init__(self, *args, **kwargs):
         parent, self.env = os.getpid(), kwargs.get("env")
         own = [with_own_launcher(with_log_level(words)) for words in args]
+        starts_hosts = own[0][:1] == ["pdsh"] and "stderr" not in kwargs
+        if starts_hosts:
+            kwargs["stderr"] = subprocess.PIPE
         super().__init__(*own, preexec_fn=lambda: die_with_parent(parent), **kwargs)
         self.all.append(self)
+        if starts_hosts:
+            threading.Thread(target=_show, args=(self.stderr,), name="stderr of pdsh").start()
 
 
 def handle_signals() -> None:

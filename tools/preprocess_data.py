@@ -107,7 +107,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = ToolParser(__doc__)
     add = parser.add_argument
     add_input_flags(parser)
-    add("--on-error", choices=("stop", "skip"), default="stop", help="on a bad or empty line, stop, or log and skip it")
+    add("--on-error", choices=("stop", "skip"), default="stop", help="on a bad line, stop, or log and skip it")
     add("--resume", action="store_true", help="continue the same job where it was interrupted")
     _add_tokenizer_flags(parser)
     add_image_flags(parser)

@@ -104,8 +104,8 @@ def _parser() -> ToolParser:
         "--tolerance",
         type=float,
         metavar="T",
-        help="largest relative difference of losses, gradient norms and gradients (default: 1e-4 in fp32; in half "
-        "precision 1e-3, 1e-2 and 0.1)",
+        help="largest relative difference of losses, gradient norms and gradients (default: 1e-4 in fp32; "
+        "docs/verify.md has those of half precision)",
     )
     add("--json", type=output_file, metavar="FILE", help="write the results to this file too")
     add("--no-bisect", action="store_true", help="do not look for what is wrong in layouts that differ")

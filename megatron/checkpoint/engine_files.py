@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -17,7 +18,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megatron.checkpoint.saved_layout import expert_file
+from megatron.checkpoint.stored import WEIGHT, State
 from megatron.checkpoint.tensor_files import read_file
+from megatron.config import RunConfig
+from megatron.engines.state import parameter_states
+from megatron.parallel import coordinates
+from megatron.parallel.expert import expert_group_of
 
 
 class HostCopies:
@@ -176,3 +183,23 @@ def bytes_of(item: Any) -> int:
     """Bytes that the tensors in ``item`` need in a file; each storage counts once."""
     storages = [tensor.untyped_storage() for tensor in tensors_of(item)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def own_experts(engine: DeepSpeedEngine, run: RunConfig, folder: Path) -> tuple[Path, dict[str, State]] | None:
+    """The expert file that this rank must write into ``folder``, and its content; None if it writes none.
+
+    One of the ranks that hold the same experts writes it.
+    """
+    parallel, coordinate = run.parallel, coordinates(run.parallel, dist.get_rank())
+    replica, expert_rank = divmod(coordinate["data"], parallel.expert_model_parallel_size)
+    if replica > 0 or expert_rank == 0:
+        return None
+    has_state = run.zero.zero_stage == 0 and not run.checkpoint.no_save_optim
+    states = parameter_states(engine) if has_state else {}
+    content = {
+        name: {**states.get(name, {}), WEIGHT: parameter.detach()}
+        for name, parameter in engine.module.named_parameters()
+        if expert_group_of(parameter) is not None
+    }
+    mp_rank = coordinate["pipe"] * parallel.model_parallel_size + coordinate["tensor"]
+    return expert_file(folder, expert_rank, mp_rank), content

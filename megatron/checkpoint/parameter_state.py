@@ -9,7 +9,7 @@ partitioned over the data-parallel ranks. At ZeRO 3 it is the concatenation of a
 group, padded at the end.
 
 With expert parallelism, the parameter group of experts is partitioned over the ranks that hold the same experts.
-Otherwise ``expert_files`` have the experts of all ranks of an expert group but the first.
+Otherwise files of their own (``expert_file``) have the experts of all ranks of an expert group but the first.
 
 Weights that are frozen (LoRA) have no optimizer state. They are stored with the other weights in DeepSpeed's files; at
 ZeRO 3 separately, in parts.
@@ -25,11 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.expert_files import WEIGHT, State, expert_file
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.run_file import SavedRun
-from megatron.checkpoint.saved_layout import model_file, optimizer_file
-from megatron.checkpoint.stored import Piece, Shard, Stored, StoredFile, joined
+from megatron.checkpoint.saved_layout import expert_file, model_file, optimizer_file
+from megatron.checkpoint.stored import WEIGHT, Piece, Shard, State, Stored, StoredFile, joined
 from megatron.checkpoint.tensor_files import read_file
 from megatron.common.errors import CheckpointError
 from megatron.model.architectures import architecture_of

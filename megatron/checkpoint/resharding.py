@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.checkpoint.collective_errors import on_all_ranks
-from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State
+from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import model_file, optimizer_file
 from megatron.checkpoint.schema import (
@@ -21,7 +21,7 @@ from megatron.checkpoint.schema import (
     check_steps,
     form_errors,
 )
-from megatron.checkpoint.stored import Shard
+from megatron.checkpoint.stored import WEIGHT, Shard, State
 from megatron.checkpoint.tensor_files import read_file
 from megatron.engines.state import (
     MasterWeight,

@@ -22,8 +22,15 @@ from torch.serialization import set_crc32_options
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_rank_0
 from megatron.checkpoint.commit import begin_tag, commit_tag, remove_unfinished, unfinished
-from megatron.checkpoint.engine_files import EngineFiles, HostCopies, PinnedCopies, StateFile, bytes_of, pinned_copies
-from megatron.checkpoint.expert_files import own_experts
+from megatron.checkpoint.engine_files import (
+    EngineFiles,
+    HostCopies,
+    PinnedCopies,
+    StateFile,
+    bytes_of,
+    own_experts,
+    pinned_copies,
+)
 from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text, write_text
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file

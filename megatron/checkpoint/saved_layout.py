@@ -148,3 +148,11 @@ def optimizer_file(folder: Path, layout: SavedLayout, zero_rank: int, mp_rank: i
     """DeepSpeed's file of the optimizer's partition ``zero_rank`` of model-parallel rank ``mp_rank``."""
     prefix = "bf16_" if layout.precision == "bf16" else ""
     return existing_rank_file(folder / f"{prefix}zero_pp_rank_{zero_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
+
+
+def expert_file(folder: Path, expert_rank: int, mp_rank: int) -> Path:
+    """Our file {name: state} with the experts of a rank of an expert group; DeepSpeed's have those of its first rank.
+
+    With ZeRO a state is the weight only: DeepSpeed's files have the state of the optimizer.
+    """
+    return existing_rank_file(folder / f"expert_rank_{expert_rank:02d}_mp_rank_{mp_rank:02d}_states.pt")

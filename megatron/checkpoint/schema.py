@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ranks
 from megatron.checkpoint.manifest import gone
-from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State, numbered_state
+from megatron.checkpoint.parameter_state import SavedStates, numbered_state
 from megatron.checkpoint.run_file import SavedRun
+from megatron.checkpoint.stored import WEIGHT, State
 from megatron.common.checkpoint_folders import existing_rank_file
 from megatron.common.errors import CheckpointError, first_line
 from megatron.engines.state import base_tensors, moment_names, optimizer_notified, rank_files

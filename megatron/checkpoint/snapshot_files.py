@@ -31,9 +31,9 @@ from typing import NamedTuple
 
 from megatron.checkpoint.files import replace_text
 from megatron.common.errors import CheckpointError, ResourceError, counted
+from megatron.common.formats import with_prefix
 from megatron.common.processes import machine_id
 from megatron.common.reading import read_bytes, read_json, type_problem
-from megatron.common.units import with_prefix
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.model.partition import Stage, plan
 from megatron.model.spec import is_trained_in

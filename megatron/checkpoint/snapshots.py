@@ -86,7 +86,7 @@ class Snapshots:
         folder = self._folder / str(iteration)
         files = self._checkpointer.collect(iteration, skipped_samples, folder, self._files)
         try:
-            self._on_each_host(lambda: _make(folder))
+            self._on_each_host(_memory_errors(folder)(lambda: folder.mkdir(0o700, exist_ok=True)))
         except UserError as error:
             self._give_up(folder, error)
             return
@@ -223,11 +223,6 @@ def _where(copies: Mapping[int, int]) -> str:
     if copies:
         return ", each with a copy on the next host"
     return ", which survive process failures only, not the loss of the host: there is no other one for a copy"
-
-
-def _make(folder: Path) -> None:
-    with _memory_errors(folder):
-        folder.mkdir(0o700, exist_ok=True)
 
 
 def _messages(folder: Path, shard: Shard) -> list[Tensor]:

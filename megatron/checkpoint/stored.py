@@ -17,6 +17,11 @@ from megatron.checkpoint.tensor_files import check_identity, read_file
 from megatron.common.reading import read_into, regular
 from megatron.model.spec import ParameterSpec
 
+State = dict[str, Any]
+"""The state of a parameter by name: its weight, and the optimizer's moments and step count."""
+WEIGHT = "fp32"
+"""Name of the weight in a state."""
+
 
 class StoredFile:
     """A ``torch.save`` file. Its structure is read once, with tensors on the meta device.

@@ -131,12 +131,12 @@ def chosen_spans(
     most = min(mask_prob * target, max(1, round(len(tokens) * mask_prob)))
     words = _words(tokens, vocabulary)
     taken, count, spans = np.zeros(len(tokens), bool), 0, list[list[int]]()
-    for first in _shuffled(len(words), random):
+    for first in random.permutation(len(words)).tolist():
         most = min(most, room - len(spans) - 1)
         if count >= most or len(spans) == len(vocabulary.sentinels):
             break
         number = min(random.geometric(STOP), LONGEST_SPAN)
-        while number and count + len(span := _positions(words, first, number)) > most:
+        while number and count + len(span := sum(words[first : first + number], [])) > most:
             number -= 1
         if not number or any(taken[list(span)]):
             continue
@@ -157,16 +157,6 @@ def _words(tokens: np.ndarray, vocabulary: SpanVocabulary) -> list[list[int]]:
         else:
             words.append([position])
     return words
-
-
-def _positions(words: Sequence[Sequence[int]], first: int, number: int) -> list[int]:
-    return [position for word in words[first : first + number] for position in word]
-
-
-def _shuffled(count: int, random: np.random.RandomState) -> list[int]:
-    order = list(range(count))
-    random.shuffle(order)
-    return order
 
 
 class PairDataset(SourceSamples):

@@ -6,7 +6,7 @@ Each overriding method says what DeepSpeed 0.19.8 does instead, and which test c
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -159,16 +159,13 @@ class Engine(DeepSpeedEngine):
         self.settle()
         multiplier = self.optimizer.param_groups[0].get(LR_MULTIPLIER, 1)
         self.step_learning_rate, self.skipped_before = self.get_lr()[0] / multiplier, self.skipped_steps
-        step = self.optimizer.step
         with replaced(self, lr_scheduler=None):
             if self.zero_optimization():
                 super()._take_model_step(lr_kwargs)
                 skipped = getattr(self.optimizer, "skipped", not self._step_applied)
             else:
                 skipped = self._clip_or_skip()
-                if skipped is True:
-                    step = _do_nothing
-                with replaced(self.optimizer, step=step):
+                with replaced(self.optimizer, step=_do_nothing) if skipped is True else nullcontext():
                     super()._take_model_step(lr_kwargs)
         self.skipped_steps -= not self._step_applied  # ``settle`` counts them
         self.step_outcome = HostCopy({"skipped": skipped, "loss_scale": _loss_scale(self)})

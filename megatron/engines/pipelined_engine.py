@@ -27,8 +27,7 @@ from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.engines.engine import Engine
 from megatron.engines.overrides import overrides
-from megatron.engines.pipeline_buffers import ChunkOutput, as_inputs, gradients_of
-from megatron.engines.transfers import Transfers, as_list
+from megatron.engines.transfers import ChunkOutput, Transfers, as_inputs, as_list, gradients_of
 from megatron.engines.zero import ZeroOptimizer
 from megatron.model.embedding import limits_on_host
 from megatron.ops.packed_attention import keep_on_host

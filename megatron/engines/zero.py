@@ -19,7 +19,7 @@ DeepSpeed 0.19.8:
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -330,7 +330,8 @@ def corrected_optimizers(**options: Any) -> Iterator[None]:
     """A context in which DeepSpeed creates the optimizers of this module, with ``options`` of ``ZeroOptimizer``."""
     stage3.mask_nan_or_inf_with_val_inplace = _mark_unless_finite
     ours = partial(ZeroOptimizer, **options)
-    with ExitStack() as stack:
-        stack.enter_context(replaced(deepspeed.runtime.engine, DeepSpeedZeroOptimizer=ours))
-        stack.enter_context(replaced(stage3, DeepSpeedZeroOptimizer_Stage3=Zero3Optimizer))
+    with (
+        replaced(deepspeed.runtime.engine, DeepSpeedZeroOptimizer=ours),
+        replaced(stage3, DeepSpeedZeroOptimizer_Stage3=Zero3Optimizer),
+    ):
         yield

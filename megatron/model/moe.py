@@ -89,7 +89,8 @@ class Experts(nn.Module):
 
         def parameter(matrix: str, init: Any, shape: tuple[int, ...], dim: int) -> nn.Parameter:
             inits: list[WeightInit] = [init(config, f"{name}.{number}.{matrix}") for number in numbers]
-            return mark_expert(_stacked(inits, shape, dim, group), layout)
+            full = torch.stack([init.draw(shape) for init in inits])
+            return mark_expert(sharded_parameter(full, dim=dim, group=group), layout)
 
         self.kernel = kernel = stacked_linear_kernel(config, h, f // group.size())
         self.dense_h_to_4h = StackedLinear(parameter("dense_h_to_4h", weight, (*rows, h), len(rows)), kernel)
@@ -99,11 +100,6 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         rows = self.kernel.rows_of(ends)
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x, rows)), rows)
-
-
-def _stacked(inits: list[WeightInit], shape: tuple[int, ...], dim: int, group: ProcessGroup) -> nn.Parameter:
-    """Stacked weights of several experts: each is drawn with the full ``shape``, then sliced along ``dim``."""
-    return sharded_parameter(torch.stack([init.draw(shape) for init in inits]), dim=dim, group=group)
 
 
 class StackedLinear(DeferringModule):

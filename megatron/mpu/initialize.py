@@ -22,7 +22,6 @@ class _Globals:
     """State set by ``initialize_model_parallel`` and the setters."""
 
     layout: ParallelLayout | None = None
-    model_group: ProcessGroup | None = None
     embedding_group: ProcessGroup | None = None
     embedding_ranks: list[int] = field(default_factory=list)
     position_embedding_group: ProcessGroup | None = None
@@ -69,9 +68,7 @@ def initialize_model_parallel(
     layout = ParallelLayout.create(parallel)
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     _globals.layout = layout
-    topology = layout.topology
-    _globals.model_group = layout.model_group
-    pipelines = topology.get_axis_comm_lists("pipe")
+    pipelines = layout.topology.get_axis_comm_lists("pipe")
     split = pipeline_model_parallel_split_rank
     _globals.embedding_group, _globals.embedding_ranks = _own_group(
         [_stages(pipe, 0, split, len(pipe) - 1) for pipe in pipelines], timeout
@@ -129,9 +126,7 @@ def get_model_parallel_group() -> ProcessGroup:
     In Megatron-LM 1 and DeepSpeed's 3D-parallelism fork this name means the tensor-parallel group, which is the same
     without pipeline stages.
     """
-    get_layout()
-    assert _globals.model_group is not None
-    return _globals.model_group
+    return get_layout().model_group
 
 
 def get_model_parallel_rank() -> int:

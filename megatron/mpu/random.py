@@ -58,11 +58,14 @@ def split_tensor_into_1d_equal_chunks(
 
     Raises ValueError if n is not divisible by the number of ranks.
     """
-    part = mappings.split_tensor_into_1d_equal_chunks(tensor, group or get_tensor_model_parallel_group())
+    group = group or get_tensor_model_parallel_group()
+    if tensor.numel() % group.size():
+        raise ValueError(f"{tensor.numel()} elements cannot be divided equally over {group.size()} ranks")
+    part = tensor.reshape(-1).chunk(group.size())[group.rank()]
     return part.clone() if new_buffer else part
 
 
 def gather_split_1d_tensor(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Inverse of ``split_tensor_into_1d_equal_chunks``: all-gather [n/t] -> [n]. Without gradient."""
     with torch.no_grad():
-        return mappings.gather_split_1d_tensor(tensor, group or get_tensor_model_parallel_group())
+        return mappings.all_gather(tensor, group or get_tensor_model_parallel_group(), 0)

@@ -40,17 +40,12 @@ def attend_in_blocks(
         blocks = [*short_together(lengths)]
         sizes = [sum(block) for block in blocks]
         parts = zip(blocks, *(tensor.split(sizes, 2) for tensor in (q, k, v)), ids.split(sizes, 1), strict=True)
-        contexts.append(torch.cat([_in_block(core, window, *part) for part in parts], 2))
+        of_blocks = [
+            attend_with_mask(q, k, v, ids, window, core) if len(block) > 1 else _in_window(q, k, v, core, window)
+            for block, q, k, v, ids in parts
+        ]
+        contexts.append(torch.cat(of_blocks, 2))
     return torch.cat(contexts)
-
-
-def _in_block(
-    core: Core, window: int | None, lengths: Sequence[int], query: Tensor, key: Tensor, value: Tensor, ids: Tensor
-) -> Tensor:
-    """Attention within a block: one document, or several short ones."""
-    if len(lengths) > 1:
-        return attend_with_mask(query, key, value, ids, window, core)
-    return _in_window(query, key, value, core, window)
 
 
 def short_together(lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.cli import read_run
-from megatron.common.columns import wrapped
 from megatron.common.environment import rank
+from megatron.common.formats import wrapped
 from megatron.config import RunConfig
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import print_warning, run_rank

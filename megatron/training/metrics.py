@@ -16,8 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from megatron.common.columns import COLUMNS, wrapped
-from megatron.common.units import duration, with_prefix
+from megatron.common.formats import COLUMNS, duration, with_prefix, wrapped
 from megatron.config import RunConfig
 from megatron.engines.status import StepStatus
 from megatron.model.architectures import architecture_of
@@ -163,8 +162,8 @@ class MetricsLogger:
         if train.batches.varies:
             values["global_batch_size"] = train.batches.size(iteration)
         shown = {name: value for name, value in values.items() if name != "loss_scale" or self._run.precision.fp16}
-        further_names = [*parts, *_norms_and_counts(further)]
-        self.info(_progress_line(iteration, train.train_iters, averaged, shown, further_names))
+        norms_and_counts = [name for name in further if not name.endswith(TIMER) and "/" not in name]  # no experts
+        self.info(_progress_line(iteration, train.train_iters, averaged, shown, [*parts, *norms_and_counts]))
         if is_last or self._run.is_logged(iteration):
             self._losses, self._loss_parts, self._samples, self._since = [], [], 0, time.monotonic()
             self.record(iteration, values)
@@ -224,11 +223,6 @@ _LONGEST = 1 << 20
 def expert_load(layer: int, expert: int) -> str:
     """The metric name of the load of an expert, numbered from 0, in a transformer layer, numbered from 1."""
     return f"layer_{layer}/expert_{expert}_load"
-
-
-def _norms_and_counts(values: Mapping[str, float]) -> list[str]:
-    """The names of additional metrics for the progress line: all but timers and single experts."""
-    return [name for name in values if not name.endswith(TIMER) and "/" not in name]
 
 
 def _mean_of_finite(losses: list[Tensor]) -> Tensor:

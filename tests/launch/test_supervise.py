@@ -138,6 +138,16 @@ def test_the_launchers_of_hosts_get_the_log_level(monkeypatch) -> None:
         assert with_log_level(other) == other
 
 
+def test_what_pdsh_says_about_a_lost_host_is_shown(monkeypatch, capfd) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from _deepspeed_runner import _show
+
+    lines = [b"a: x\n", *(b"pdsh@h: a: ssh exited with exit code %d\n" % code for code in (1, 6, 75, 127, 143))]
+    news = [b"pdsh@h: a: ssh exited with exit code %d\n" % code for code in (247, 255)]
+    _show(iter([*lines, *news, b"b: y" + lines[1]]))
+    assert capfd.readouterr().err.encode() == b"".join([lines[0], *news, b"b: y\n"])
+
+
 def test_processes_that_ranks_have_left_are_reaped(tmp_path: Path) -> None:
     """DeepSpeed's launcher awaits them after a signal, for half a minute."""
     process = supervised(

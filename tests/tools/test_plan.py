@@ -12,7 +12,7 @@ from support.refusals import ROOT
 
 from megatron.cli import parse_run
 from megatron.cli.presets import PRESETS
-from megatron.common.units import with_prefix
+from megatron.common.formats import with_prefix
 from megatron.model.architectures import BERT, GPT2, LLAVA
 from megatron.tools.planning.machine import DEVICES, Machine
 from megatron.tools.planning.request import make_request

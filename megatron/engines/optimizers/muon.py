@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.adamw import adamw
 
 from megatron.engines.optimizers.skipping import SkippingOptimizer
+from megatron.parallel.tensor.mappings import all_gather
 
 COEFFICIENTS = {
     "simple": ((3.4445, -4.7750, 2.0315),),
@@ -182,7 +183,7 @@ class Muon(SkippingOptimizer):
         dim, ranks = getattr(part.matrix.parameter, "partition_dim", None), self._tensor_group
         if dim is None or ranks is None or ranks.size() == 1:
             return self._full_update(part.matrix, shard, group)
-        update = self._full_update(part.matrix, _gathered(shard, dim, ranks), group)
+        update = self._full_update(part.matrix, all_gather(shard, ranks, dim), group)
         return update.chunk(ranks.size(), dim)[ranks.rank()]
 
     def _full_update(self, matrix: Matrix, momentum: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -217,10 +218,3 @@ class Muon(SkippingOptimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-
-def _gathered(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """All-gather ``shard`` along ``dim`` over ``group``."""
-    shards = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(shards, shard.contiguous(), group=group)
-    return torch.cat(shards, dim)

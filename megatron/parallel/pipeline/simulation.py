@@ -79,9 +79,10 @@ def timed(schedule: Schedule, seconds: Sequence[PassSeconds], transfer: float = 
             if needed is not None and needed not in ends:
                 waiting[needed] = stage
                 break
-            begin = max(
-                free[stage], 0.0 if needed is None else ends[needed] + _delay(schedule, needed, stage, transfer)
-            )
+            begin = free[stage]
+            if needed is not None:
+                delay = 0.0 if schedule.stage_of(needed[0]) == stage else transfer
+                begin = max(begin, ends[needed] + delay)
             free[stage] = begin + durations[stage][action.kind]
             timeline.append(TimedAction(stage, action, begin, free[stage]))
             position[stage] += 1
@@ -92,11 +93,6 @@ def timed(schedule: Schedule, seconds: Sequence[PassSeconds], transfer: float = 
                     runnable.append(waiting.pop(output))
     assert position == [len(order) for order in orders], f"the stages wait for each other: {schedule}"
     return timeline
-
-
-def _delay(schedule: Schedule, needed: Output, stage: int, transfer: float) -> float:
-    """Seconds of the transfer of an output to ``stage``."""
-    return 0.0 if schedule.stage_of(needed[0]) == stage else transfer
 
 
 def _needed(schedule: Schedule, action: Action) -> Output | None:

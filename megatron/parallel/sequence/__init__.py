@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from megatron.config import ModelConfig
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.mappings import (
+    all_gather,
     copy_to_model_parallel_region,
     mapped,
     reduce_from_model_parallel_region,
@@ -153,9 +154,7 @@ def gradient_of_each_rank(
 
 def _gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """All-gather ``x`` [n, ..] -> [R, n, ..]."""
-    gathered = x.new_empty(group.size() * x.size(0), *x.shape[1:])
-    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
-    return gathered.unflatten(0, (group.size(), -1))
+    return all_gather(x, group, 0).unflatten(0, (group.size(), -1))
 
 
 def _pass_on(x: Tensor, group: ProcessGroup, distance: int) -> Callable[[], Tensor]:

@@ -214,14 +214,7 @@ def _overlap(group_name: str, sequence_dim: int | None, sums_outputs: bool, reci
 
 @_linear_operator.register_fake
 def _linear_shape(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: str,
-    sequence_dim: int | None,
-    sums_outputs: bool = False,
-    chunks: int = 1,
-    recipe: str = "",
+    x: Tensor, weight: Tensor, _: Tensor | None, group: str, sequence_dim: int | None, sums_outputs: bool = False, *__
 ) -> Tensor:
     return _empty(x, weight.size(0), group, sequence_dim, gathers=not sums_outputs)
 
@@ -251,15 +244,9 @@ def _gradients_operator(
 
 @_gradients_operator.register_fake
 def _gradient_shapes(
-    grad: Tensor,
-    x: Tensor | None,
-    weight: Tensor,
-    needed: list[bool],
-    group: str,
-    sequence_dim: int | None,
-    sums_outputs: bool = False,
-    recipe: str = "",
-) -> list[Tensor]:
+    grad: Tensor, _: Tensor | None, weight: Tensor, needed: list[bool],
+    group: str, sequence_dim: int | None, sums_outputs: bool = False, *__,
+) -> list[Tensor]:  # fmt: skip
     x_grad = _empty(grad, weight.size(1), group, sequence_dim, gathers=sums_outputs)
     gradients = (x_grad, grad.new_empty(weight.shape), grad.new_empty(weight.shape[:1]))
     return [gradient for gradient, is_needed in zip(gradients, needed, strict=True) if is_needed]

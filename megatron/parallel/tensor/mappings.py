@@ -8,13 +8,12 @@ section 4.2.2): all-gather and reduce-scatter, which together transfer as much a
 b batch, s sequence, h hidden, t ranks of the group
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -58,50 +57,6 @@ def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: in
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Reduce-scatter the sequence forward, all-gather backward: [b, s, h] -> [b, s/t, h] for ``dim`` 1."""
     return mapped(x, group, partial(_reduce_scatter, dim=dim), partial(all_gather, dim=dim))
-
-
-def broadcast_data(
-    keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype, group: ProcessGroup
-) -> dict[str, Tensor]:
-    """Broadcast the tensors named ``keys`` from the first rank of the group.
-
-    ``data`` is read only on that rank. Shapes are sent first, then all tensors in one message of type ``dtype``.
-
-    Raises ValueError on the first rank if a tensor has another dtype.
-    """
-    device = get_accelerator().current_device_name()
-    source = dist.get_global_rank(group, 0)
-    tensors = [data[key] for key in keys] if data is not None and group.rank() == 0 else []
-    for key, tensor in zip(keys, tensors, strict=False):
-        if tensor.dtype != dtype:
-            raise ValueError(f"broadcast_data: {key} is {tensor.dtype}, not {dtype}")
-    message = [[tensor.shape for tensor in tensors]]
-    dist.broadcast_object_list(message, src=source, group=group)
-    shapes = message[0]
-    sizes = [shape.numel() for shape in shapes]
-    if group.rank() == 0:
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device)
-    else:
-        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
-    dist.broadcast(flat, src=source, group=group)
-    return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(sizes), shapes, strict=True)}
-
-
-def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's part of the flattened tensor: [...] of n elements -> [n/t]; a view if the tensor is contiguous.
-
-    Raises ValueError if n is not divisible by the number of ranks.
-    """
-    if tensor.numel() % group.size():
-        raise ValueError(f"{tensor.numel()} elements cannot be divided equally over {group.size()} ranks")
-    return tensor.reshape(-1).chunk(group.size())[group.rank()]
-
-
-def gather_split_1d_tensor(part: Tensor, group: ProcessGroup) -> Tensor:
-    """Inverse of ``split_tensor_into_1d_equal_chunks``: all-gather [n/t] -> [n]. Without gradient."""
-    full = part.new_empty(part.numel() * group.size())
-    dist.all_gather_into_tensor(full, part.contiguous(), group=group)
-    return full
 
 
 Collective = Callable[[Tensor, ProcessGroup], Tensor]

@@ -91,14 +91,13 @@ def check_arguments(launch: Namespace, environ: Mapping[str, str]) -> None:
         raise ConfigError(problems)
 
 
-_IMPORTED = ("deepspeed", "numpy", "psutil", "torch")
 _SETTINGS = (".json", ".yaml", ".yml")
 """Suffixes of settings files, which Python may execute as programs without an effect."""
 
 
 def check_program(launch: Namespace, hosts: Sequence[Host]) -> None:
     """Raise ConfigError if the program cannot be started; DeepSpeed's launcher would notice later or not at all."""
-    script, problems = Path(launch.script), _shadow_problems(Path.cwd())
+    script, problems = Path(launch.script), []
     if launch.no_python:
         if not hosts and shutil.which(launch.script) is None:
             problems = [f"--no_python {script}: no such program, or it may not be run: name the one to start"]
@@ -108,18 +107,6 @@ def check_program(launch: Namespace, hosts: Sequence[Host]) -> None:
         problems = [f"{script}: no such file: name the program to start"]
     if problems:
         raise ConfigError(problems)
-
-
-def _shadow_problems(folder: Path) -> list[str]:
-    """Files in the working folder that DeepSpeed's launcher, started with ``python -m``, would import as libraries."""
-    specs = {name: module.__spec__ for name, module in sys.modules.items() if name in sys.stdlib_module_names}
-    loaded = [name for name, spec in specs.items() if spec is not None and spec.origin not in ("frozen", "built-in")]
-    return [
-        f"{folder / file} would be imported in place of {name}: rename it, or start in another working folder"
-        for name in sorted({*loaded, *_IMPORTED})
-        for file in (f"{name}.py", f"{name}/__init__.py")
-        if (folder / file).is_file()
-    ]
 
 
 def training_program(launch: Namespace) -> ArchitectureSpec | None:

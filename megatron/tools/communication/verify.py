@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.common.errors import LaunchError
+from megatron.common.formats import with_prefix
 from megatron.common.processes import die_with_parent
-from megatron.common.units import with_prefix
 from megatron.config import RunConfig
 from megatron.tools.command_line import progress_bar
 from megatron.tools.communication.check import Counterexample, Issue, Trace, check, programs

@@ -13,6 +13,7 @@ from megatron.common.tokenizer_files import (
     HUGGINGFACE,
     NULL_TOKENIZER,
     PUBLISHED,
+    TOKENIZER_FILES,
     check_tokenizer_folder,
     tokenizer_files,
     tokenizer_kind,
@@ -182,17 +183,25 @@ def _published_tokenizer(path: Path, config: ModelConfig, files: TokenizerFiles)
     """The tokenizer of a Hugging Face folder with a model of the Llama family."""
     replace(files, folder=None).refuse(f"the tokenizer of {path} is one file: give it by --tokenizer-model")
     folder = files.folder or str(path)
-    kind = tokenizer_kind(HUGGINGFACE, folder)
-    vocab_file, _ = tokenizer_files(kind, None, None, folder)
-    if vocab_file is None or not Path(vocab_file).is_file():
-        bpe = tokenizer_files(GPT2_BPE, None, None, folder)  # what to-hf writes of a model that was trained here
-        if not all(file and Path(file).is_file() for file in bpe):
-            raise ConfigError(f"{folder} holds no tokenizer; give --tokenizer-model")
-        return build_tokenizer(GPT2_BPE, *bpe)
-    tokenizer = build_tokenizer(kind, vocab_file, None, config.vocab_size)
+    chosen, own = _tokenizer_in(folder), _tokenizer_in(str(path))
+    if chosen is None:
+        raise ConfigError(f"{folder} holds no tokenizer; give --tokenizer-model")
+    if own not in (None, chosen) and tokenizer_hash(*own) != tokenizer_hash(*chosen):
+        raise ConfigError(f"--tokenizer-model {folder}: another tokenizer than that in {path}; leave it out")
+    tokenizer = build_tokenizer(*chosen, None if chosen[0] == GPT2_BPE else config.vocab_size)
     if tokenizer.adds_bos and tokenizer.bos is not None:
         tokenizer.opening = (tokenizer.bos,)
     return tokenizer
+
+
+def _tokenizer_in(folder: str) -> tuple[str, str | None, str | None] | None:
+    """Kind and files of the tokenizer in the folder of a model of the Llama family; None if there is none."""
+    # GPT-2's files are what to-hf writes of a model that was trained here.
+    for kind in (tokenizer_kind(HUGGINGFACE, folder), GPT2_BPE):
+        files = tokenizer_files(kind, None, None, folder)
+        if all(file and Path(file).is_file() for file in files[: len(TOKENIZER_FILES[kind])]):
+            return kind, *files
+    return None
 
 
 def _folder_bpe(path: Path, config: ModelConfig, files: TokenizerFiles) -> Vocabulary:

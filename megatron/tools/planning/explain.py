@@ -12,10 +12,9 @@ from math import ceil
 from megatron.checkpoint.snapshot_files import describe_snapshots
 from megatron.cli import ParsedRun
 from megatron.cli.validation import RULES
-from megatron.common.columns import wrapped
 from megatron.common.environment import ranks_on_host
 from megatron.common.errors import ConfigError, UserError, counted
-from megatron.common.units import with_prefix
+from megatron.common.formats import with_prefix, wrapped
 from megatron.config import ParallelConfig, RunConfig
 from megatron.model.spec import architecture_of
 from megatron.parallel import axis_sizes, coordinates, groups, groups_along, ring_groups, ulysses_groups

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.cli import parse_run
 from megatron.cli.provided import Provided
 from megatron.common.errors import counted
-from megatron.common.units import duration, prefix_of, with_prefix
+from megatron.common.formats import duration, prefix_of, with_prefix
 from megatron.config import RunConfig
 from megatron.model.spec import architecture_of, hardware_flops
 from megatron.tools.planning.activations import activations

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from megatron.common.units import duration, with_prefix
+from megatron.common.formats import duration, with_prefix
 from megatron.config import RunConfig
 from megatron.model.spec import architecture_of
 from megatron.tools.planning.memory import Memory, stage_memory

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megatron.cli import read_run
 from megatron.common.environment import expected_device
 from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError
-from megatron.common.units import duration, with_prefix
+from megatron.common.formats import duration, with_prefix
 from megatron.config import RunConfig
 from megatron.config.output import CheckpointConfig, ObserveConfig
 from megatron.model.partition import plan

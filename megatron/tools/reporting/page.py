@@ -13,8 +13,8 @@ from jinja2 import Environment
 from PIL import Image
 
 from megatron.common.errors import DataError
+from megatron.common.formats import duration, with_prefix
 from megatron.common.reading import parse_json, regular
-from megatron.common.units import duration, with_prefix
 from megatron.tools.inference.images import images_of, read_image
 from megatron.tools.reporting.files import Points, Record
 from megatron.tools.reporting.pictures import CURVE_KEYS, as_svg, draw, draw_curves, draw_expert_loads

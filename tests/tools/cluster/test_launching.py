@@ -59,17 +59,15 @@ def test_ssh_never_prompts_and_hosts_are_not_options() -> None:
     assert not any("StrictHostKeyChecking" in word for word in command)
 
 
-def test_files_that_the_launcher_would_import_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed starts a module, for which Python looks into the working folder first."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "numpy").mkdir()
-    (tmp_path / "numpy" / "__init__.py").touch()
-    for name in ("torch.py", "random.py", "mine.py", "sys.py"):
-        (tmp_path / name).write_text("print()\n")
-    with pytest.raises(ConfigError) as caught:
-        check_arguments(read_launch(["--num_gpus", "1", "mine.py"]), CPU)
-    begins = [str(tmp_path / name) + " would be imported" for name in ("numpy/__init__.py", "random.py", "torch.py")]
-    assert [message[: len(begin)] for message, begin in zip(caught.value.messages, begins, strict=True)] == begins
+def test_files_of_the_working_folder_are_not_imported(programs: Programs, tmp_path: Path) -> None:
+    """With python -m, as DeepSpeed starts its launcher, they would take the place of libraries."""
+    (tmp_path / "work").mkdir()
+    for name in ("torch", "psutil", "random", "uuid"):
+        (tmp_path / "work" / f"{name}.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "rank.py").write_text("raise SystemExit(7)\n")
+    command = [sys.executable, programs.root / "tools/launch.py", "--num_gpus", "1", "../rank.py"]
+    ended = subprocess.run(command, cwd=tmp_path / "work", env={**os.environ, "DS_ACCELERATOR": "cpu"}, timeout=120)
+    assert ended.returncode == 7
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
@@ -137,6 +135,25 @@ def test_arguments_and_variables_reach_every_host_as_they_are(
         arguments, environ = json.loads((tmp_path / f"seen-{rank}").read_text())
         assert arguments == HOSTILE and sent.items() <= environ.items()
     assert not list(tmp_path.rglob("marker")) and not (programs.root / "marker").exists()
+
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh (apt-get install pdsh)")
+def test_the_error_of_a_rank_is_the_last_line_over_pdsh(
+    programs: Programs, local_hosts: LocalHosts, warm_python: dict[str, str], hostfile: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import sys, time\n"
+        "print('begun', flush=True)\n"
+        "time.sleep(1)\n"
+        "print('fails.py: error: bad value', file=sys.stderr)\n"
+        "sys.exit(1)\n"
+    )
+    words = ["--hostfile", hostfile, "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    ended = programs.python("tools/launch.py", *words, script, PATH=local_hosts.path, **warm_python)
+    lines = ended.output.splitlines()
+    assert (ended.returncode, sorted(lines[-2:])) == (1, [f"host-{x}: fails.py: error: bad value" for x in "ab"])
+    assert sorted(lines) == sorted([*(f"host-{x}: begun" for x in "ab"), *lines[-2:]])
 
 
 @pytest.mark.parametrize(

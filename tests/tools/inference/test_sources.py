@@ -144,6 +144,22 @@ def test_a_llama_with_the_tokenizer_of_gpt2(foreign: Path, tmp_path: Path) -> No
     assert read_folder_tokenizer(tmp_path, source.config) is None  # is copied
 
 
+def test_another_tokenizer_than_that_of_a_llama(tmp_path: Path) -> None:
+    """A folder with the same file is accepted, whatever else is beside it."""
+    for name, words in (("own", "abcdef"), ("same", "abcdef"), ("other", "fedcba")):
+        (tmp_path / name).mkdir()
+        vocabulary = {word: n for n, word in enumerate([*words, "<unk>", "</s>"])}
+        content = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}}
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(content))
+        (tmp_path / name / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": 7}))
+    for given in (tmp_path / "same", tmp_path / "same" / "tokenizer.json"):
+        assert open_source(tmp_path / "own", TokenizerFiles(folder=str(given))).tokenizer.tokenize("b") == [1]
+    with pytest.raises(ConfigError, match="--tokenizer-model .*other: another tokenizer than that in .*own"):
+        open_source(tmp_path / "own", TokenizerFiles(folder=str(tmp_path / "other")))
+    (tmp_path / "own" / "tokenizer.json").unlink()
+    assert open_source(tmp_path / "own", TokenizerFiles(folder=str(tmp_path / "other"))).tokenizer.tokenize("b") == [4]
+
+
 @pytest.mark.parametrize(
     "files", [TokenizerFiles("vocab.json"), TokenizerFiles(merge_file="m"), TokenizerFiles("vocab.json", folder="a")]
 )

@@ -1,4 +1,23 @@
-"""Formats numbers with units."""
+"""Formats what a run prints: numbers with units, and long lines."""
+
+import textwrap
+
+COLUMNS = 160
+"""Maximum width of a line of the log."""
+
+
+def wrapped(text: str) -> str:
+    """``text`` with each line that begins with ``> `` wrapped below its text; a word, such as a path, stays whole.
+
+    A warning stays in one line, as an error does.
+    """
+    indent = ">" + " " * 11
+    wrap = textwrap.TextWrapper(COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(
+        wrap.fill(line) if line.startswith("> ") and not line.startswith("> warning: ") else line
+        for line in text.split("\n")
+    )
+
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
