@@ -70,7 +70,8 @@ class Snapshots:
         self._background = ThreadPoolExecutor(1, SNAPSHOT_THREAD)
         self._files = EngineFiles(pinned_copies(checkpointer.engine))
         self._in_flight: tuple[Path, Future[None]] | None = None
-        log(f"> snapshots in {self._root}{_where(copies)}")
+        alone = "which survive process failures only, not the loss of the host: there is no other one for a copy"
+        log(f"> snapshots in {self._root}, {'each with a copy on the next host' if copies else alone}")
 
     def reserve(self, iteration: int) -> None:
         """Allocate the memory for copies of the state, so that the first snapshot need not wait for it."""
@@ -217,12 +218,6 @@ class Snapshots:
             works: list[Any] = [call(tensor, rank, group=self._group) for call, rank, tensor in ready]
             for work in works:
                 work.wait()
-
-
-def _where(copies: Mapping[int, int]) -> str:
-    if copies:
-        return ", each with a copy on the next host"
-    return ", which survive process failures only, not the loss of the host: there is no other one for a copy"
 
 
 def _messages(folder: Path, shard: Shard) -> list[Tensor]:

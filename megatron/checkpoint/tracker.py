@@ -18,13 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron.checkpoint.compatibility import check_compatible
-from megatron.checkpoint.manifest import (
-    MANIFEST,
-    check_content,
-    check_sizes,
-    read_manifest,
-    read_text,
-)
+from megatron.checkpoint.manifest import MANIFEST, check_content, check_sizes, read_manifest, read_text
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, checked_description
 from megatron.checkpoint.sample_history import check_history
 from megatron.common.errors import CheckpointError

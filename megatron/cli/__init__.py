@@ -42,9 +42,7 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arc
     The flags are those of the program that trains ``architecture``. Fields that depend on the tokenizer
     (``vocab_size``, ``padded_vocab_size``, ``eod_token``) keep their defaults.
 
-    Raises:
-        ConfigError: with one line for each problem. If a value or the file cannot be read, the rules
-            are not checked.
+    Raises ConfigError with one line for each problem. If a value or the file cannot be read, the rules are not checked.
     """
     return read_run(argv, environ, architecture).checked()
 

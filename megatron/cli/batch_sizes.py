@@ -28,8 +28,7 @@ def solve_batch(provided: Mapping[str, Provided], data_parallel_size: int) -> Ba
     If a JSON has ``train_batch_size`` and ``gradient_accumulation_steps``, and a flag gives the micro size,
     ``train_batch_size`` is ignored, as in DeepSpeed's 3D example, whose data loader uses only the flag.
 
-    Raises:
-        ConfigError: neither a micro nor a global size is provided, or the sizes contradict each other.
+    Raises ConfigError if neither a micro nor a global size is provided, or the sizes contradict each other.
     """
     sizes = {name: provided[name].value for name in (GLOBAL, MICRO, ACCUMULATION) if name in provided}
     if GLOBAL not in sizes and MICRO not in sizes:

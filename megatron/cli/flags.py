@@ -51,9 +51,8 @@ def read_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> Fl
 
     Accepts the flags of the program that trains ``architecture``. ``--help`` prints the help and exits.
 
-    Raises:
-        ConfigError: a value is missing or cannot be parsed, or the settings file cannot be read; the error also
-            contains the other messages.
+    Raises ConfigError, which also contains the other messages, if a value is missing or cannot be parsed, or the
+    settings file cannot be read.
     """
     layers = _read_layers(argv, architecture)
     problems = [problem for layer in layers for problem in layer.problems]

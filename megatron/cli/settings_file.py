@@ -26,11 +26,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 
 def read_settings_file(path: str) -> list[Given]:
-    """The settings in ``path``, in order.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, or not a settings file; the message names the line.
-    """
+    """The settings in ``path``, in order. Raises ConfigError, with the line, unless it is a readable settings file."""
     text = read_text(path, "--config")
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)

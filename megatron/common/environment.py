@@ -128,9 +128,8 @@ def on_one_host(environ: Mapping[str, str]) -> bool:
 def check_place(environ: Mapping[str, str]) -> None:
     """Check that the launcher's variables are consistent, and complete if there are several processes.
 
-    Raises:
-        ConfigError: a world size without a rank, a rank beyond the last one, a rank without the rendezvous address,
-            or one process although ``accelerate launch`` was asked for several.
+    Raises ConfigError for a world size without a rank, a rank beyond the last one, a rank without the rendezvous
+    address, or one process although ``accelerate launch`` was asked for several.
     """
     size, number = world_size(environ), rank(environ)
     if number is None and "MASTER_ADDR" in environ and _on_cpu_by_accelerate(environ):
@@ -189,14 +188,9 @@ def expected_device(
 ) -> str:
     """The accelerator that DeepSpeed will choose on this host: ``"cuda"``, ``"cpu"``, or the value of DS_ACCELERATOR.
 
-    Args:
-        environ: the process's environment.
-        dev: folder of device files: ``nvidia0``, ... for NVIDIA GPUs, ``kfd`` for AMD GPUs, and under WSL2 ``dxg`` for
-            GPUs of any vendor.
-        libraries: under WSL2, folders in which CUDA's library shows that there is an NVIDIA GPU.
-
-    Raises:
-        ConfigError: DS_ACCELERATOR is unknown.
+    ``dev`` is the folder of device files: ``nvidia0``, ... for NVIDIA GPUs, ``kfd`` for AMD GPUs, and under WSL2
+    ``dxg`` for GPUs of any vendor; CUDA's library in one of the folders ``libraries`` then shows that one is NVIDIA's.
+    Raises ConfigError if DS_ACCELERATOR is unknown.
     """
     if name := environ.get("DS_ACCELERATOR"):
         if name not in ACCELERATORS:

@@ -92,10 +92,7 @@ def replace_file(path: Path, *, text: bool = False, durable: bool = True) -> Ite
 
     Until then, and after an exception or as in ``signals_raised``, ``path`` is unchanged. If ``durable``, file and name
     are flushed to disk. If ``path`` is a symbolic link, the link is replaced, not its target. A device, such as
-    /dev/null, is written directly.
-
-    Raises:
-        OSError: the file cannot be written.
+    /dev/null, is written directly. Raises OSError if the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}{UNFINISHED}")
     kind: dict[str, Any] = {"mode": "w", "encoding": "utf-8", "newline": "\n"} if text else {"mode": "wb"}

@@ -23,8 +23,7 @@ class Part(NamedTuple):
 def read_blend(arguments: tuple[str, ...]) -> tuple[Part, ...]:
     """Parse ``0.3 PREFIX 0.7 PREFIX``, or a single ``PREFIX``; weights are relative, and kept as exact fractions.
 
-    Raises:
-        ValueError: the arguments are not a blend.
+    Raises ValueError if the arguments are not a blend.
     """
     if len(arguments) == 1:
         return (Part(Fraction(1), arguments[0]),)

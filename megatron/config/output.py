@@ -143,11 +143,6 @@ class ObserveConfig:
     run_dir: str | None = folder(None, "Folder for tools/report.py: configuration, environment and metrics of the run.")
 
     @property
-    def traces_or_profiles(self) -> bool:
-        """Whether single iterations are traced or profiled."""
-        return self.trace is not None or self.profiles
-
-    @property
     def profiles(self) -> bool:
         """Whether iterations are profiled."""
         return self.profile_steps is not None or self.flops_profile_step is not None

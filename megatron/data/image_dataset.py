@@ -114,12 +114,11 @@ class ImageStore:
     ``PREFIX_images.npy`` holds the pixels of all images, in the order of the conversations; ``PREFIX_image_starts.npy``
     holds the number of images before each document, and finally the number of all images.
 
+    Raises DataError if a file is missing, unreadable, damaged, or inconsistent with the other file or ``documents``.
+
     Attributes:
         pixels: uint8 [n, height, width, 3].
         starts: int64 [documents + 1].
-
-    Raises:
-        DataError: a file is missing, unreadable, damaged, or inconsistent with the other file or ``documents``.
     """
 
     def __init__(self, prefix: str, documents: int) -> None:

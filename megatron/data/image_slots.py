@@ -24,14 +24,11 @@ def balance_images(images: np.ndarray, micro_batches: int) -> tuple[np.ndarray, 
     """Divide each global batch into micro-batches with the same number of samples, and about the same number of images.
 
     Samples are assigned in rounds of one for each micro-batch, those with most images first; in a round, the sample
-    with most images goes to the micro-batch with fewest.
+    with most images goes to the micro-batch with fewest. ``images`` are the numbers of images of the samples, int64
+    [n, samples of a global batch].
 
-    Args:
-        images: number of images of each sample, int64 [n, samples of a global batch].
-
-    Returns:
-        The samples of each micro-batch, in order, int64 [n, micro_batches, b], and its number of images,
-        int64 [n, micro_batches].
+    Returns the samples of each micro-batch, in order, int64 [n, micro_batches, b], and its number of images, int64
+    [n, micro_batches].
     """
     loads = np.zeros((len(images), micro_batches), np.int64)
     rounds = np.argsort(-images, axis=1, kind="stable").reshape(len(images), -1, micro_batches)
@@ -54,12 +51,8 @@ def too_many_images(needed: int, slots: int, where: str) -> ConfigError:
 def with_image_slots(run: RunConfig, skipped: Sequence[range] = ()) -> RunConfig:
     """``run`` with the number of image slots that its data needs or that the flag sets; unchanged without images.
 
-    Args:
-        skipped: ranges of samples that are not trained on.
-
-    Raises:
-        ConfigError: ``--images-per-micro-batch`` is less than a micro-batch needs.
-        DataError: as ``build_datasets``.
+    Samples ``skipped`` are not trained on. Raises ConfigError if ``--images-per-micro-batch`` is less than a
+    micro-batch needs, and DataError as ``build_datasets``.
     """
     if not run.data.image_format:
         return run
@@ -81,7 +74,10 @@ def with_image_slots(run: RunConfig, skipped: Sequence[range] = ()) -> RunConfig
             if given is not None and needed > given:
                 raise too_many_images(needed, given, f"global batch {batch} of {name}")
             rest = sizes.phases(end, last) if end < last else ()
-            most = max(most, needed, *(_bound(dataset, phase.size, run.train.micro_batch_size) for phase in rest))
+            for phase in rest:  # as if the samples with most images were all in one global batch: see balance_images
+                largest = dataset.most_images(phase.size)[:: phase.size // run.train.micro_batch_size]
+                most = max(most, int(largest.sum()))
+            most = max(most, needed)
     return run.with_image_slots(most)
 
 
@@ -102,8 +98,3 @@ def _max_images(
             if images_of_batches[row] > largest[0]:
                 largest = int(images_of_batches[row]), finished + row + 1
     return largest
-
-
-def _bound(dataset: ImageSamples, global_batch_size: int, micro_batch_size: int) -> int:
-    """The images of a micro-batch if the samples with most images are all in one global batch: see balance_images."""
-    return int(dataset.most_images(global_batch_size)[:: global_batch_size // micro_batch_size].sum())

@@ -45,17 +45,15 @@ class IndexedDataset:
     Opening reads the entire index but no tokens. The index is checked completely, so that no later read is outside of
     ``PREFIX.bin``. A data set with an earlier check in ``known`` is not opened until it is read.
 
+    Raises DataError if a file is missing, unreadable, of another format, damaged or truncated.
+
     Attributes:
         dtype: type of the tokens on disk.
-        num_documents, num_tokens: size of the data set.
         is_new: whether it was checked now, because ``known`` is absent or out of date.
 
     Args:
         cache: folder that keeps the check of a large index.
         known: the result of an earlier check.
-
-    Raises:
-        DataError: a file is missing, unreadable, of another format, damaged or truncated.
     """
 
     def __init__(self, prefix: str | Path, *, cache: Path | None = None, known: Known | None = None) -> None:

@@ -43,12 +43,9 @@ class IndexedDatasetBuilder:
     partial files are removed when it ends with one, unless ``keeps`` is set. The next builder overwrites or continues
     the partial files of a killed process; two builders at the same time are an error.
 
-    Args:
-        resume_from: the result of ``sync()`` of an earlier builder, to continue from there.
-
-    Raises:
-        DataError: another process is writing the same data set, or a partial file is shorter than ``resume_from``.
-        OSError: the disk is full, the folder is missing or not writable.
+    ``resume_from``, the result of ``sync()`` of an earlier builder, continues from there. Raises DataError if another
+    process is writing the same data set, or a partial file is shorter than ``resume_from``; OSError if the disk is
+    full, or the folder missing or not writable.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike, resume_from: Written | None = None) -> None:
@@ -85,12 +82,7 @@ class IndexedDatasetBuilder:
         self.add_documents(np.concatenate([np.empty(0, self.dtype), *arrays]), [[len(array) for array in arrays]])
 
     def add_documents(self, tokens: np.ndarray, sizes: Sequence[Sequence[int]]) -> None:
-        """Append documents.
-
-        Args:
-            tokens: tokens of all sequences, concatenated.
-            sizes: for each document, the number of tokens of each of its sequences.
-        """
+        """Append documents: ``tokens`` of all sequences, and for each document the ``sizes`` of its sequences."""
         sequence_sizes = np.fromiter(chain.from_iterable(sizes), "<i4")
         before = self._written
         ends = before.sequences + np.cumsum([len(document) for document in sizes], dtype="<i8")

@@ -104,9 +104,8 @@ class MicroBatches(Dataset):
 def batches(micro_batches: MicroBatches, *, num_workers: int, to_batch: Callable[[Any], Batch]) -> Iterator[Batch]:
     """Yield the micro-batches in order. Raises the DataError of the data set, also from a worker.
 
-    Args:
-        num_workers: processes that prefetch; with 0 this process reads.
-        to_batch: converts samples, int64 [b, ...] or with images the tuple, into a ``Batch``.
+    ``num_workers`` processes prefetch; with 0 this process reads. ``to_batch`` converts samples, int64 [b, ...] or with
+    images the tuple, into a ``Batch``.
     """
     loader = DataLoader(
         micro_batches,

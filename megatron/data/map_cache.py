@@ -65,13 +65,8 @@ def cached(folder: Path, name: str, recipe: Recipe) -> Arrays:
     """The arrays stored in ``folder`` under ``name``; they are built and stored if absent or invalid.
 
     Any number of processes may call this at once: one builds while the others wait. Files are replaced atomically, also
-    where locks do not work. If nothing can be written, the arrays stay in this process's memory.
-
-    Args:
-        name: must be different for different arrays.
-
-    Raises:
-        ResourceError: the disk has too little space for the arrays; nothing is built.
+    where locks do not work. If nothing can be written, the arrays stay in this process's memory. Raises ResourceError,
+    before anything is built, if the disk has too little space.
     """
     with contextlib.suppress(OSError, ValueError):
         return _load(folder, name, recipe)

@@ -24,12 +24,8 @@ TOKENS, SEGMENTS, LABELS, LOSS_MASK = range(4)
 def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack sizes into bins by best-fit decreasing: each goes where it leaves the least space, or into a new bin.
 
-    Args:
-        sizes: integers from 1 to ``capacity``, in descending order, [n].
-
-    Returns:
-        ``members``, the indices into ``sizes`` bin by bin, int64 [n], and ``starts``, the first member of each bin and
-        finally n, int64 [bins + 1].
+    ``sizes`` are integers from 1 to ``capacity``, in descending order, [n]. Returns ``members``, the indices into them
+    bin by bin, int64 [n], and ``starts``, the first member of each bin and finally n, int64 [bins + 1].
     """
     bins: list[list[int]] = []
     with_space: dict[int, list[int]] = {}

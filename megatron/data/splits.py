@@ -165,9 +165,8 @@ def find_sources(
     ``check`` returns an error message for a source without a single sample of the split, else None. If that happens for
     the test split of ``--split``, the test split is left out, and ``skipped`` gets the messages.
 
-    Raises:
-        ConfigError: no data path, or an invalid ``--split``.
-        DataError: with a line for each data set that is missing or damaged, and each split without a sample.
+    Raises ConfigError without a data path or for an invalid ``--split``, and DataError with a line for each data set
+    that is missing or damaged, and each split without a sample.
     """
     sources = {name: parts for name, parts in all_sources(data).items() if samples.get(name)}
     problems = {

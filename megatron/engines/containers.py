@@ -45,7 +45,7 @@ def build_layers(specs: Sequence[LayerSpec], config: ModelConfig, layout: Parall
         if spec.tied is None:
             layers.append(_SpecifiedLayer(nn.Module, build))
             continue
-        forward = resolve_name(spec.forward) if spec.forward else _call if spec.tied in tied else None
+        forward = resolve_name(spec.forward) if spec.forward else nn.Module.__call__ if spec.tied in tied else None
         shared = [parameter.name for parameter in spec.parameters]
         layers.append(_SpecifiedTiedLayer(spec.tied, nn.Module, build, forward_fn=forward, tied_weight_attr=shared))
         tied.add(spec.tied)
@@ -62,10 +62,6 @@ class _SpecifiedLayer(UnbuiltLayer):
 
 class _SpecifiedTiedLayer(_SpecifiedLayer, UnbuiltTiedLayer):
     """A tied layer spec with a build function."""
-
-
-def _call(module: nn.Module, hidden_states: HiddenStates) -> HiddenStates:
-    return module(hidden_states)
 
 
 def loss_parts(container: nn.Module) -> dict[str, Tensor]:

@@ -165,7 +165,7 @@ class Engine(DeepSpeedEngine):
                 skipped = getattr(self.optimizer, "skipped", not self._step_applied)
             else:
                 skipped = self._clip_or_skip()
-                with replaced(self.optimizer, step=_do_nothing) if skipped is True else nullcontext():
+                with replaced(self.optimizer, step=lambda: None) if skipped is True else nullcontext():
                     super()._take_model_step(lr_kwargs)
         self.skipped_steps -= not self._step_applied  # ``settle`` counts them
         self.step_outcome = HostCopy({"skipped": skipped, "loss_scale": _loss_scale(self)})
@@ -291,10 +291,6 @@ def step_status(engine: Engine) -> StepStatus:
         skipped_before=engine.skipped_before,
         loss_parts=engine.mean_loss_parts,
     )
-
-
-def _do_nothing() -> None:
-    """Replaces the step of an optimizer when a step is skipped."""
 
 
 def _loss_scale(engine: Engine) -> float | Tensor:

@@ -196,10 +196,8 @@ def _wait_for_name(name: str) -> None:
 def rendezvous_barrier(environ: MutableMapping[str, str], timeout: timedelta) -> Store:
     """Wait until every rank has arrived. Returns the store, which its host must keep until the others have exited.
 
-    Under torchrun it sets MASTER_PORT, see ``leave_agent_store``.
-
-    Raises:
-        LaunchError: with the ranks that did not arrive in time; or rank 0 cannot listen, see ``listen``.
+    Under torchrun it sets MASTER_PORT, see ``leave_agent_store``. Raises LaunchError with the ranks that did not arrive
+    in time, or if rank 0 cannot listen, see ``listen``.
     """
     listener = listen(environ) if hosts_store(environ) else None
     _wait_for_name(environ["MASTER_ADDR"])

@@ -55,12 +55,9 @@ _CUDA_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_
 def prepare_environment(environ: MutableMapping[str, str], parallel: ParallelConfig | None = None) -> None:
     """Set environment variables that DeepSpeed and torch read, before torch is imported.
 
-    ``parallel`` is the layout, if it is already known.
-
-    Raises:
-        ConfigError: the variables that describe the rank of this process contradict each other, OMP_NUM_THREADS
-            is not a number of threads, or torch is too old.
-        LaunchError: rank 0 cannot listen at the rendezvous address, see ``listen``.
+    ``parallel`` is the layout, if it is already known. Raises ConfigError if the variables that describe the rank of
+    this process contradict each other, OMP_NUM_THREADS is not a number of threads, or torch is too old; LaunchError if
+    rank 0 cannot listen at the rendezvous address, see ``listen``.
     """
     check_place(environ)
     check_torch(is_main_rank=not rank(environ))
@@ -116,10 +113,7 @@ def divide_cores(environ: MutableMapping[str, str], ranks: int) -> None:
     """Set OMP_NUM_THREADS to this host's cores divided by its ``ranks``, unless it is set; before torch is imported.
 
     Ranks that each used all cores would slow each other down. A rank that its launcher binds to its own cores, as
-    mpirun and Slurm do, uses only these.
-
-    Raises:
-        ConfigError: OMP_NUM_THREADS is set, but not to a number of threads.
+    mpirun and Slurm do, uses only these. Raises ConfigError if OMP_NUM_THREADS is not a number of threads.
     """
     if threads_per_rank(environ) is not None:
         return
@@ -216,9 +210,8 @@ def hosts_store(environ: Mapping[str, str]) -> bool:
 def listen(environ: Mapping[str, str]) -> socket.socket:
     """A socket that listens only at the rendezvous address; torch's store would listen on all interfaces.
 
-    Raises:
-        LaunchError: the address does not belong to this host, or other hosts cannot reach it; the port is in use or
-            privileged.
+    Raises LaunchError if the address does not belong to this host, other hosts cannot reach it, or the port is in use
+    or privileged.
     """
     name, port = environ.get(LISTEN) or environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     try:

@@ -41,8 +41,7 @@ _UNLIMITED = timedelta(days=365)
 def rank_failure_monitor(progress: ProgressState) -> Iterator[None]:
     """Context in which this process exits with code 6 if another rank ends. Every rank must enter and leave it.
 
-    Raises:
-        LaunchError: in place of errors of the backend about a lost rank or a timeout, and of other NCCL errors.
+    Raises LaunchError in place of errors of the backend about a lost rank or a timeout, and of other NCCL errors.
     """
     if dist.get_world_size() == 1:
         yield

@@ -238,8 +238,7 @@ TRACE = "trace.json"
 def repartitioned(parallel: ParallelConfig, model: ModelConfig) -> str:
     """A ``--pipeline-partition`` (layers per chunk) that balances the times measured in ``--repartition-from``.
 
-    Raises:
-        ConfigError: The trace cannot be read, has another number of layers, or fewer layers than model chunks.
+    Raises ConfigError if the trace cannot be read, has another number of layers, or fewer layers than model chunks.
     """
     flag = f"--repartition-from {parallel.repartition_from}"
     front, *layers, back = _costs(flag, Path(str(parallel.repartition_from)))

@@ -274,11 +274,7 @@ def register(spec: ArchitectureSpec) -> ArchitectureSpec:
 
 
 def architecture_of(config: ModelConfig) -> ArchitectureSpec:
-    """The registered architecture of ``config``.
-
-    Raises:
-        ConfigError: It is not registered in this process, since its entry script was not imported.
-    """
+    """The registered architecture of ``config``. Raises ConfigError if its entry script was not imported."""
     if config.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(

@@ -18,12 +18,7 @@ from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.model.attention import CrossAttention
-from megatron.model.embedding import (
-    EmbeddingDropout,
-    PositionEmbedding,
-    WordEmbedding,
-    without_segment_ids,
-)
+from megatron.model.embedding import EmbeddingDropout, PositionEmbedding, WordEmbedding, without_segment_ids
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.model.weights import hidden_norm, weight
 from megatron.ops.norm import choose_norm

@@ -33,7 +33,7 @@ def out_of_memory_reported(
     run: RunConfig, layout: ParallelLayout, progress: ProgressState, callbacks: Sequence[Callback]
 ) -> Iterator[None]:
     """Turn an out-of-memory error inside into a ResourceError, and list the live tensors in memory-rankN.txt."""
-    if run.observe.traces_or_profiles and get_accelerator().device_name() == "cuda":
+    if (run.observe.trace is not None or run.observe.profiles) and get_accelerator().device_name() == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=100_000)  # so that the snapshot shows stack traces
     before = _allocated()
     reserve = mmap.mmap(-1, _RESERVE)

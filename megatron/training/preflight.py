@@ -44,9 +44,8 @@ T = TypeVar("T")
 def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     """Check ``run``. Returns it with vocabulary sizes and hashes, and the checkpoint that it resumes from, if any.
 
-    Raises:
-        UserError: with one line for each problem. Its class is the one with the smallest exit code among
-            the problems: a wrong configuration takes precedence over wrong data.
+    Raises UserError with one line for each problem. Its class is the one with the smallest exit code among the
+    problems: a wrong configuration takes precedence over wrong data.
     """
     errors: list[UserError] = []
     _attempt(errors, ConfigError, lambda: _check_outputs(run))

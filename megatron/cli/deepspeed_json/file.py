@@ -39,10 +39,8 @@ _KEEPS_AUTO = ("data_types", "keep_in_fp32_modules")
 def read_config_file(path: str) -> tuple[dict[str, Any], list[str]]:
     """The config in ``path``, and a message for each key that is unknown, refused, duplicate or has a wrong value.
 
-    Keys whose value is wrong or ``"auto"`` are removed from the config.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, or not a JSON object.
+    Keys whose value is wrong or ``"auto"`` are removed from the config. Raises ConfigError if the file is missing,
+    unreadable, or not a JSON object.
     """
     text = read_text(path, "--deepspeed_config")
     tree = _parse(path, text)

@@ -8,14 +8,7 @@ from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
-from megatron.parallel.pipeline.schedule import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENTS,
-    WEIGHT_GRADIENTS,
-    Action,
-    Schedule,
-)
+from megatron.parallel.pipeline.schedule import BACKWARD, FORWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, Schedule
 
 Output = tuple[int, bool, int]
 """Output of a pass: (model chunk, whether it is a forward pass, micro-batch)."""

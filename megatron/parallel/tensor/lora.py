@@ -12,12 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megatron.parallel.tensor.deferred import DeferringModule
-from megatron.parallel.tensor.layers import (
-    WeightInit,
-    all_reduce_gradient,
-    reduce_output,
-    sharded_parameter,
-)
+from megatron.parallel.tensor.layers import WeightInit, all_reduce_gradient, reduce_output, sharded_parameter
 from megatron.parallel.tensor.linear import linear, register_group
 from megatron.parallel.tensor.random import random_stream
 
