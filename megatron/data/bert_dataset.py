@@ -14,7 +14,7 @@ import numpy as np
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.sentence_dataset import Run, SentenceDataset
-from megatron.data.splits import Source, advice, describe_split, seed_words
+from megatron.data.splits import Source, seed_words
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.words import NullTokenizer, WordPieceTokenizer
 
@@ -30,6 +30,9 @@ class BertDataset(SentenceDataset):
     A sample depends only on the seed and its index. Each epoch forms other pairs and masks other words.
     """
 
+    fewest = 2
+    lacks = "document of two sentences: make the data set with tools/preprocess_data.py --split-sentences, or"
+
     def __init__(
         self, data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
     ) -> None:
@@ -37,21 +40,9 @@ class BertDataset(SentenceDataset):
         tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
         assert isinstance(tokenizer, WordPieceTokenizer) and tokenizer.vocab_size == vocab_size
         longest = data.seq_length - SPECIAL_TOKENS
-        super().__init__(data, name, source, samples, max_tokens=longest, fewest=2, seed=seed)
+        super().__init__(data, name, source, samples, max_tokens=longest, seed=seed)
         self._tokenizer, self._seq_length, self._mask_prob = tokenizer, data.seq_length, data.mask_prob
         self._seed_words = [*seed_words(seed), SPLITS.index(name)]
-
-    @staticmethod
-    def problem(data: DataConfig, name: str, source: Source) -> str | None:
-        """An error message for a source that does not hold a single sample of the split ``name``, else None."""
-        _, indexed, documents = source
-        if (np.diff(indexed.doc_idx[documents.start : documents.stop + 1]) >= 2).any():
-            return None
-        remedy = advice(data, name, source)
-        return (
-            f"{describe_split(data, name, source)} ({len(documents)} of {indexed.num_documents} documents) holds no "
-            f"document of two sentences: make the data set with tools/preprocess_data.py --split-sentences, or {remedy}"
-        )
 
     def _sample(self, run: Run, index: int) -> np.ndarray:
         """Tokens, token types and labels, int64 [3, s].

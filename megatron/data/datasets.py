@@ -127,10 +127,8 @@ def split_samples(train: TrainConfig, skipped: Sequence[range] = ()) -> dict[str
     Training reads ``train_iters`` global batches, and skips the samples ``skipped``; validation reads ``eval_iters``
     batches every ``eval_interval`` iterations and at the end; the test reads ``eval_iters`` batches once.
     """
-    evaluations, evaluation_samples = (
-        train.train_iters // train.eval_interval + 1,
-        train.eval_iters * train.global_batch_size,
-    )
+    evaluations = train.train_iters // train.eval_interval + 1
+    evaluation_samples = train.eval_iters * train.global_batch_size
     return {
         "train": train.consumed_samples(train.train_iters) + sum(map(len, skipped)),
         "valid": evaluations * evaluation_samples,

@@ -17,7 +17,7 @@ from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.indexed_dataset import Span, check_tokens
 from megatron.data.map_cache import Form, Recipe, cache_folder, cached, cached_epoch, digest
-from megatron.data.splits import Source, SourceSamples, seed_words
+from megatron.data.splits import Source, SourceSamples, advice, describe_split, seed_words
 
 
 @dataclass(frozen=True)
@@ -90,21 +90,22 @@ class Run(NamedTuple):
 
 
 class SentenceDataset(SourceSamples):
-    """Samples of a data set whose sequences are sentences.
+    """Samples of a data set whose sequences are sentences, of at most ``max_tokens`` tokens.
 
     Attributes:
         runs: the runs of ``SentenceStream``; sentence 0 is the first sentence of the split.
         order: returns the order of the runs in an epoch.
-
-    Args:
-        max_tokens: maximum number of tokens in a sample.
-        fewest: minimum number of sentences in a sample.
     """
 
+    fewest = 1
+    """Minimum number of sentences in a sample."""
+    lacks = "sentence:"
+    """What a source without a sample lacks, and the beginning of the advice, for messages."""
+
     def __init__(
-        self, data: DataConfig, name: str, source: Source, samples: int, *, max_tokens: int, fewest: int, seed: int
+        self, data: DataConfig, name: str, source: Source, samples: int, *, max_tokens: int, seed: int
     ) -> None:
-        indexed, documents = source.indexed, source.documents
+        indexed, documents, fewest = source.indexed, source.documents, self.fewest
         bounds = indexed.doc_idx[documents.start : documents.stop + 1]
         sizes = indexed.sizes[bounds[0] : bounds[-1]]
         salt = SPLITS.index(name)
@@ -127,6 +128,15 @@ class SentenceDataset(SourceSamples):
 
         self.order = order
         order(0)
+
+    @classmethod
+    def problem(cls, data: DataConfig, name: str, source: Source) -> str | None:
+        """An error message for a source that does not hold a single sample of the split ``name``, else None."""
+        _, indexed, documents = source
+        if (np.diff(indexed.doc_idx[documents.start : documents.stop + 1]) >= cls.fewest).any():
+            return None
+        split = f"{describe_split(data, name, source)} ({len(documents)} of {indexed.num_documents} documents)"
+        return f"{split} holds no {cls.lacks} {advice(data, name, source)}"
 
     def _read(self, indices: Sequence[int]) -> np.ndarray:
         return np.stack([self._sample(self._run(index), index) for index in indices])

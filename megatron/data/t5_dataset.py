@@ -17,7 +17,7 @@ from megatron.config import DataConfig
 from megatron.config.data import SPLITS, target_prefix
 from megatron.data.indexed_dataset import IndexedDataset, check_tokens
 from megatron.data.sentence_dataset import Run, SentenceDataset
-from megatron.data.splits import SPLIT_NAMES, Source, SourceSamples, advice, describe_split, seed_words
+from megatron.data.splits import SPLIT_NAMES, Source, SourceSamples, advice, seed_words
 from megatron.tokenizer import SpanVocabulary, span_vocabulary
 
 FRAME = 2
@@ -33,20 +33,14 @@ class T5Dataset(SentenceDataset):
         self, data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
     ) -> None:
         """Raises DataError as ``span_vocabulary``."""
-        super().__init__(data, name, source, samples, max_tokens=data.seq_length - FRAME, fewest=1, seed=seed)
+        super().__init__(data, name, source, samples, max_tokens=data.seq_length - FRAME, seed=seed)
         self._data, self._seed, self._vocabulary = data, seed, span_vocabulary(data)
         assert self._vocabulary.size == vocab_size
 
-    @staticmethod
-    def problem(data: DataConfig, name: str, source: Source) -> str | None:
-        """An error message for a source that does not hold a single sample of the split ``name``, else None."""
-        _, indexed, documents = source
-        if np.diff(indexed.doc_idx[documents.start : documents.stop + 1]).any():
-            return span_problem(data)
-        return (
-            f"{describe_split(data, name, source)} ({len(documents)} of {indexed.num_documents} documents) holds no "
-            f"sentence: {advice(data, name, source)}"
-        )
+    @classmethod
+    def problem(cls, data: DataConfig, name: str, source: Source) -> str | None:
+        """An error message for a source without a sentence in the split ``name``, or too long spans; else None."""
+        return super().problem(data, name, source) or span_problem(data)
 
     def _sample(self, run: Run, index: int) -> np.ndarray:
         tokens = self._tokens(run, self._vocabulary.text_tokens)

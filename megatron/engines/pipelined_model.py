@@ -158,7 +158,6 @@ class LayoutGrid(PipelineParallelGrid):
         self.ds_model_rank, self.ds_model_world_size = layout.model_group.rank(), layout.model_group.size()
         self.dp_proc_group, self.dp_group = data_group, dist.get_process_group_ranks(data_group)
         self.pp_proc_group, self.pp_group = layout.pipe_group, dist.get_process_group_ranks(layout.pipe_group)
-        self.slice_proc_group, self.slice_group = (
-            layout.tensor_group, dist.get_process_group_ranks(layout.tensor_group),
-        )  # fmt: skip
+        self.slice_proc_group = layout.tensor_group
+        self.slice_group = dist.get_process_group_ranks(layout.tensor_group)
         self.p2p_groups: list[list[int]] = []  # only for torch versions without send and recv

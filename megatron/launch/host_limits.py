@@ -80,10 +80,8 @@ def _missing(environ: Mapping[str, str]) -> Iterator[str]:
 
 def _start_threads() -> None:
     """Start ``_THREADS`` concurrent threads. Raises RuntimeError if that is not allowed."""
-    end, threads = (
-        threading.Event(),
-        [threading.Thread(target=lambda: end.wait(), daemon=True) for _ in range(_THREADS)],
-    )
+    end = threading.Event()
+    threads = [threading.Thread(target=end.wait, daemon=True) for _ in range(_THREADS)]
     try:
         for thread in threads:
             thread.start()

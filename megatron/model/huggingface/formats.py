@@ -94,11 +94,9 @@ def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: i
     values |= fields
     problems += more
     if form.multiple and not problems:
-        (large, factor), names = (
-            (values[field] for field in form.multiple),
-            [form.sizes[field][0] for field in form.multiple],
-        )
+        large, factor = (values[field] for field in form.multiple)
         if large % (factor or large):
+            names = [form.sizes[field][0] for field in form.multiple]
             problems.append(f"{names[0]} {large} is not a multiple of {names[1]} {factor}")
     if not problems and (vocab_size or 0) > values["vocab_size"]:
         problems.append(f"vocab_size is {values['vocab_size']}, and its tokenizer has {vocab_size} tokens")
