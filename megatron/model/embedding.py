@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from megatron.config import ModelConfig
 from megatron.model.architectures import architecture_of
 from megatron.model.transformer import HiddenStates, unpack
-from megatron.model.weights import hidden_norm, weight
+from megatron.model.weights import weight
 from megatron.ops.linear import linear_kernel
 from megatron.ops.packed_attention import copy_on_host, on_both, positions_in_segment, segment_ids_of
 from megatron.parallel.layout import ParallelLayout
@@ -187,11 +187,6 @@ def limits_on_host(config: ModelConfig, tokens: Tensor) -> Tensor | None:
 def has_segments(config: ModelConfig) -> bool:
     """Whether attention is limited to segment ids, which layers pass on: documents, or in BERT what is not padding."""
     return config.reset_attention_mask or not architecture_of(config).is_causal
-
-
-def final_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:
-    """The norm after the last transformer layer: hidden [b, s, h] -> hidden."""
-    return hidden_norm(config, layout)
 
 
 def _replicated_table(config: ModelConfig, layout: ParallelLayout, name: str, rows: int) -> nn.Embedding:

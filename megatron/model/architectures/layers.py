@@ -164,7 +164,7 @@ def final_norm(config: ModelConfig) -> LayerSpec:
     h, kind = config.hidden_size, config.normalization
     statistics = 2 if kind == "LayerNorm" else 1
     return LayerSpec(
-        "megatron.model.embedding:final_norm",
+        "megatron.model.weights:hidden_norm",
         name=kind,
         parameters=norm_parameters("", h, kind),
         kept=KeptActivations(residual=h, statistics=statistics),
