@@ -310,6 +310,11 @@ def test_a_completion_counts_and_the_end_after_it(tmp_path: Path) -> None:
         ({"messages": [{"role": "asistant", "content": "a"}]}, "messages", "'asistant' .* did you mean assistant"),
         ({"prompt": "a", "completion": "b"}, "messages", '1: no key "messages", which --format messages reads'),
         ({"messages": "a"}, "messages", '1: "messages" must be a list of objects'),
+        (
+            {"messages": MESSAGES, "chat_template_kwargs": {"a": 1}},
+            "messages",
+            '1: "chat_template_kwargs" would change',
+        ),
         ({"prompt": "a", "completion": " "}, "prompt-completion", "1: no token to train on"),
     ],
 )

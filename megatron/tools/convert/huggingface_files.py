@@ -18,6 +18,7 @@ from megatron.common.tokenizer_files import (
     PUBLISHED,
     SENTENCEPIECE,
     TOKENIZER_FILES,
+    other_words,
     tokenizer_files,
 )
 from megatron.config import ModelConfig
@@ -136,6 +137,8 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | Non
         return _llama_bpe(folder, config)
     if form is not GPT2_FORMAT and form is not BERT_FORMAT:
         return None
+    if form is GPT2_FORMAT:
+        _check_words(folder)
     if (file := folder / TOKENIZER).exists():
         return _read_tokenizer_json(file, is_bpe=form is GPT2_FORMAT)
     paths = [folder / name for name in TOKENIZER_FILES[GPT2_BPE if form is GPT2_FORMAT else LOWER_CASE]]
@@ -149,6 +152,17 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | Non
     tokens = {**_added_tokens(folder), **vocabulary.tokens}
     check_ids(f"{paths[0]} with the added tokens beside it", tokens)
     return replace(vocabulary, tokens=tokens)
+
+
+def _check_words(folder: Path) -> None:
+    """Raise CheckpointError if the tokenizer in ``folder`` divides text into other words than GPT-2's."""
+    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
+    wrong = [SETTINGS] if settings.get("add_prefix_space") else []
+    wrong += [TOKENIZER] if other_words(GPT2_BPE, str(folder / TOKENIZER)) else []
+    for name in wrong:
+        raise CheckpointError(
+            f"{folder / name} divides text in another way than GPT-2's BPE; move the file away to go on without it"
+        )
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:

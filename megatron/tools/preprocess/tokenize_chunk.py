@@ -252,12 +252,18 @@ def line_documents(where: str, line: bytes, kind: str, template: ChatTemplate | 
     return [Text(prompt), Text(completion, [(0, len(completion))])]
 
 
+_NOT_READ = ("chat_template_kwargs", "functions")
+"""Keys of conversations for other programs."""
+
+
 def _conversation(where: str, document: Mapping[str, Any], template: ChatTemplate) -> Text:
     messages = document["messages"]
     if not isinstance(messages, list) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     ):
         raise DataError(f'{where}: "messages" must be a list of objects with "role" and "content"')
+    for key in filter(document.get, _NOT_READ):
+        raise DataError(f'{where}: "{key}" would change the text, and is not read: write it into the template')
     try:
         text = template.conversation(messages, document.get("tools"))
     except DataError as error:

@@ -177,7 +177,8 @@ def _chat_prompt(messages: list[dict[str, Any]], chat: ChatPrompts, limits: Requ
 
 
 def _request(fields: _SharedFields, max_tokens: int, limits: RequestLimits, **values: Any) -> CompletionRequest:
-    _check_sizes(max_tokens, fields.n, values["prompts"], limits)
+    param = "messages" if isinstance(fields, _ChatBody) else "prompt"
+    _check_sizes(max_tokens, fields.n, values["prompts"], limits, param)
     shared = {name: value for name, value in fields if name in CompletionRequest.model_fields}
     values |= {"max_tokens": max_tokens, "has_seed": "seed" in fields.model_fields_set}
     return CompletionRequest.model_construct(**{**shared, **values})
@@ -232,7 +233,9 @@ def _prompts(
     return tuple(map(tuple, tokens)), tuple(texts)
 
 
-def _check_sizes(max_tokens: int, n: int, prompts: tuple[tuple[int, ...], ...], limits: RequestLimits) -> None:
+def _check_sizes(
+    max_tokens: int, n: int, prompts: tuple[tuple[int, ...], ...], limits: RequestLimits, param: str
+) -> None:
     if max_tokens > limits.max_tokens:
         raise RequestError(
             f"max_tokens: {max_tokens} is more than this server's {limits.max_tokens}", param="max_tokens"
@@ -248,12 +251,12 @@ def _check_sizes(max_tokens: int, n: int, prompts: tuple[tuple[int, ...], ...], 
         raise RequestError(
             f"the model takes {limits.context} tokens, and {longest} of the prompt and {max_tokens} of the "
             "completion were asked for; shorten the prompt or lower max_tokens",
-            param="prompt",
+            param=param,
             code="context_length_exceeded",
         )
 
 
-_KINDS = {401: "authentication_error", 500: "server_error", 503: "server_error", 504: "server_error"}
+_KINDS = {500: "server_error", 503: "server_error", 504: "server_error"}
 
 
 def error_body(error: RequestError) -> dict[str, Any]:

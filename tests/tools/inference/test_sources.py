@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.common.errors import ConfigError
+from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
 from megatron.tools.convert.huggingface_files import count_tokens, read_folder_tokenizer
 from megatron.tools.inference.source import TokenizerFiles, config_on, open_source
@@ -111,6 +111,21 @@ def test_another_tokenizer_than_that_of_a_hugging_face_folder(foreign: Path, tmp
         open_source(foreign, TokenizerFiles(files["vocab.json"]))  # the merges are found beside it
     with pytest.raises(ConfigError, match="takes two files or none"):
         open_source(foreign, TokenizerFiles(merge_file=files["merges.txt"]))
+
+
+@pytest.mark.parametrize(
+    "file, settings",
+    [
+        ("tokenizer_config.json", {"add_prefix_space": True}),
+        ("tokenizer.json", {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}),
+    ],
+)
+def test_a_gpt2_whose_tokenizer_divides_text_in_another_way(foreign: Path, tmp_path: Path, file: str, settings: dict):
+    folder = shutil.copytree(foreign, tmp_path / "hf")
+    bpe = {"model": {"type": "BPE", "vocab": json.loads((foreign / "vocab.json").read_text()), "merges": []}}
+    (folder / file).write_text(json.dumps(settings | bpe))
+    with pytest.raises(CheckpointError, match=f"{file} divides text in another way than GPT-2's BPE"):
+        open_source(folder)
 
 
 LLAMA = {

@@ -74,8 +74,9 @@ def test_openai_client_is_compatible(server):
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(model="endless", prompt="a" * 3000, max_tokens=198_000)
         assert caught.value.code == "context_length_exceeded"
-        with pytest.raises(openai.AuthenticationError):
+        with pytest.raises(openai.AuthenticationError) as caught:
             client.with_options(api_key="guessed").models.list()
+        assert (caught.value.code, caught.value.type) == ("invalid_api_key", "invalid_request_error")
 
 
 def test_openai_client_chats(server):
@@ -110,6 +111,9 @@ def test_openai_client_chats(server):
         for content in ("<|endoftext|>", None):
             with pytest.raises(openai.BadRequestError, match="message"):
                 client.chat.completions.create(messages=[{"role": "user", "content": content}], model="endless")
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(messages=said, model="endless", max_tokens=199_990)
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
         with pytest.raises(openai.NotFoundError, match="this server has POST /v1/chat/completions, "):
             client.responses.create(model="endless", input="Hi")
 
