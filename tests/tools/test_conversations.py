@@ -131,6 +131,19 @@ def test_content_is_text_and_no_special_token(messages: list[dict], message: str
     assert "None" not in writes.conversation(calls).text
 
 
+def test_arguments_of_a_call_may_be_json_in_a_prompt() -> None:
+    """Clients of OpenAI's API send them so, and templates expect objects."""
+    template = ChatTemplate(
+        "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}", {}
+    )
+    for arguments, text in [('{"a": 1}', '{"a": 1}'), ({"a": 1}, '{"a": 1}'), ("", "{}")]:
+        calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        assert template.prompt([{"role": "assistant", "tool_calls": calls}]) == text
+    calls[0]["function"]["arguments"] = '{"a'
+    with pytest.raises(DataError, match="the arguments of a tool call are not JSON"):
+        template.prompt([{"role": "assistant", "tool_calls": calls}])
+
+
 def test_tokens_and_mask_are_those_of_transformers(chat_folder: Path) -> None:
     """A tokenizer whose tokens go beyond the ends of answers, and that adds a blank in front of a text only."""
     from transformers import PreTrainedTokenizerFast

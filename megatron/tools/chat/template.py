@@ -91,13 +91,18 @@ class ChatTemplate:
         """Render a conversation with the generation prompt at the end. Raises DataError as ``conversation``.
 
         Newer APIs name the role of the system message ``developer``; it is renamed for templates without that role.
+        Arguments of tool calls may be JSON, as in OpenAI's API; templates expect objects.
         """
         known = "developer" in self._own_roles
         named = [
             {**message, "role": "system"} if message.get("role") == "developer" and not known else message
             for message in messages
         ]
-        return self._ask("prompt", self._checked(named, None))
+        checked = self._checked(named, None)
+        for message in checked:
+            if isinstance(calls := message.get("tool_calls"), list):
+                message["tool_calls"] = [_with_object(call) for call in calls]
+        return self._ask("prompt", checked)
 
     def turn_end(self) -> str:
         """The text that the template writes after an answer, without surrounding white space."""
@@ -197,6 +202,17 @@ def _content(number: int, message: Mapping[str, Any]) -> str:
                 '"text": "..."}'
             )
     return "".join(part["text"] for part in parts)
+
+
+def _with_object(call: Any) -> Any:
+    """A tool call with its arguments as an object instead of JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(arguments or "{}")}}
+    except (ValueError, RecursionError):
+        raise DataError("the arguments of a tool call are not JSON") from None
 
 
 def _strings(value: Any) -> Iterator[str]:
