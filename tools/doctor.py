@@ -1,4 +1,4 @@
-"""Check every host of a hostfile for problems that would make a run fail; each failure shows the command that fixes it.
+"""Check every host of a hostfile for problems that would make a run fail; each failure comes with a command to fix it.
 
     python tools/doctor.py --hostfile hostfile [-i host:0,1@host2] [--quick] [ARGUMENTS OF pretrain_gpt2.py]
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from megatron.common.errors import DataError
 from megatron.config import DataConfig
@@ -107,7 +109,6 @@ def write_tar(path: Path) -> None:
 
 
 def write_parquet(path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     images = [[{"bytes": image_bytes(), "path": None}], []]
     rows = [
         {"images": of_row, "conversations": one["conversations"]} for of_row, one in zip(images, LLAVA, strict=True)
@@ -241,7 +242,6 @@ def test_mistakes_are_named_skipped_and_counted(hostile: Path, vocabulary: Path)
 
 def test_what_expands_without_end_is_refused(tmp_path: Path, vocabulary: Path, monkeypatch: pytest.MonkeyPatch):
     """A sample of a tar file that is too large, and a column of Parquet that is hardly more than its repetition."""
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(image_records, "_LARGEST_SAMPLE", 1 << 16)
     monkeypatch.setattr(corpus, "LARGEST", 1 << 16)
     with tarfile.open(tmp_path / "a.tar", "w") as archive:

@@ -86,7 +86,6 @@ def test_mistakes_are_one_line_errors(place: Path, wrong: Path, words: str, mess
     ],
 )
 def test_mistakes_of_the_harness_are_one_line_errors(place: Path, wrong: Path, words: str, message: str):
-    pytest.importorskip("lm_eval")
     (wrong / "task.yaml").write_text("task: [unclosed\n")
     tool = load_tool("lm_eval_adapter")
     with pytest.raises(ConfigError) as refused:
