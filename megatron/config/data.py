@@ -118,7 +118,7 @@ class DataConfig:
     )
     tokenizer_type: str = flag(
         "GPT2BPETokenizer",
-        "Type of tokenizer (default: BertWordPieceLowerCase for BERT; else what --tokenizer-model holds, or "
+        "Type of tokenizer (default: BertWordPieceLowerCase for BERT and T5; else what --tokenizer-model holds, or "
         "GPT2BPETokenizer). NullTokenizer has no files; its text is token ids.",
         choices=(*TOKENIZER_TYPES, NULL_TOKENIZER),
         needs=f"{NULL_TOKENIZER}: vocab_size",

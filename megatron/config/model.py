@@ -62,7 +62,7 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
     kv_channels: int = size(0, "Size of a head (default: hidden size / heads).")
     ffn_hidden_size: int = flag(
         0,
-        "Hidden size of the MLP (default: 4 x hidden size; with --swiglu two thirds of it).",
+        "Hidden size of the MLP (default: 4 x hidden size; if gated two thirds of it, in multiples of 64).",
         within="[1, 8388608]",
         multiple_of="model_parallel_size",
     )

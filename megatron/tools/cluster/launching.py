@@ -112,8 +112,9 @@ def check_program(launch: Namespace, hosts: Sequence[Host]) -> None:
 def training_program(launch: Namespace) -> ArchitectureSpec | None:
     """The architecture that the program to start trains, if it is a program of this project."""
     script = Path(launch.script).resolve()
-    known = None if launch.module or launch.no_python else (GPT2, BERT, T5)
-    return next((spec for spec in known or () if script == _PROJECT / spec.program), None)
+    if launch.module or launch.no_python or script.parent != _PROJECT:
+        return None
+    return {"pretrain_gpt.py": GPT2, **{spec.program: spec for spec in (GPT2, BERT, T5)}}.get(script.name)
 
 
 def _arguments_problem(text: str) -> str | None:

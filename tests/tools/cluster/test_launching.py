@@ -320,6 +320,7 @@ PROGRAM = str(ROOT / "pretrain_gpt2.py")
     "launcher, words, message",
     [
         ("--num_gpus 3", f"{PROGRAM} {SMALL} --model-parallel-size 2", "3 processes cannot be split"),
+        ("--num_gpus 3", f"{ROOT}/pretrain_gpt.py {SMALL} --model-parallel-size 2", "3 processes cannot be split"),
         ("", f"{PROGRAM} {SMALL} --model-parallel-size 3 --fp16", None),
         ("--num_gpus 2", f"{PROGRAM} {SMALL} --wrong 1 --explain", None),
         ("--hostfile hosts", f"{PROGRAM} {SMALL} --config none.yaml", "--config none.yaml: No such file or directory"),
