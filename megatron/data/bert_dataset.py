@@ -8,12 +8,13 @@ s sequence
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
-from megatron.data.sentence_dataset import Run, SentenceDataset
+from megatron.data.sentence_dataset import Run, SentenceDataset, random_runs, words_of
 from megatron.data.splits import Source, seed_words
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.words import NullTokenizer, WordPieceTokenizer
@@ -22,6 +23,8 @@ PairVocabulary = WordPieceTokenizer | NullTokenizer
 """Tokenizers with the tokens that frame, pad and mask a pair of sentences."""
 SPECIAL_TOKENS = 3
 """Tokens of a sample besides the sentences: [CLS], and a [SEP] after each span."""
+RUN_LENGTHS, RUN_SHARES = (1, 2, 3), (6 / 11, 3 / 11, 2 / 11)
+"""Words that are masked together, and their probabilities, as in Megatron-LM."""
 
 
 class BertDataset(SentenceDataset):
@@ -119,15 +122,8 @@ def mask_tokens(
 
 def choose_masked(
     tokens: np.ndarray, vocabulary: PairVocabulary, most: int, random: np.random.RandomState
-) -> np.ndarray:
-    """Positions of random complete words of ``tokens``: ``most`` positions, or fewer if no further word fits."""
-    candidates = np.flatnonzero((tokens != vocabulary.cls) & (tokens != vocabulary.sep))
-    # A word whose first tokens were cut off begins after [CLS] or [SEP].
-    continues = vocabulary.continues[tokens[candidates]] & (np.diff(candidates, prepend=-1) == 1)
-    words = np.split(candidates, np.flatnonzero(~continues)[1:])
-    chosen: list[np.ndarray] = []
-    for number in random.permutation(len(words)):
-        if len(words[number]) <= most:
-            chosen.append(words[number])
-            most -= len(words[number])
-    return np.concatenate([np.empty(0, np.int64), *chosen])
+) -> list[int]:
+    """Positions of random runs of complete words: ``most`` positions, or fewer if no further word fits."""
+    words = words_of(tokens, (vocabulary.cls, vocabulary.sep), vocabulary.continues)
+    runs = random_runs(words, lambda _: most, lambda: random.choice(RUN_LENGTHS, p=RUN_SHARES), random)
+    return list(chain(*runs))

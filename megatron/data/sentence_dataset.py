@@ -1,13 +1,14 @@
-"""Base of the data sets of BERT and T5: divides documents into runs of sentences, and shuffles the runs.
+"""Base of the data sets of BERT and T5: shuffled runs of sentences of documents, and random runs of words in them.
 
 runs   [n, 3]  for each run of sentences: first sentence, end (exclusive), and maximum number of tokens
 order  [n]     the i-th run to train on in an epoch; each epoch is shuffled separately
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -169,3 +170,41 @@ class SentenceDataset(SourceSamples):
         """Tokens of the sentences of ``run``, int64. Raises DataError if one is not below ``vocab_size``."""
         tokens = self.indexed.run(run.first, run.end)
         return check_tokens(self.indexed, tokens, f"sentences {run.first} to {run.end - 1}", vocab_size)
+
+
+def words_of(tokens: np.ndarray, separators: Collection[int], continues: np.ndarray) -> list[list[int]]:
+    """The positions of each word of ``tokens``; ``separators`` are special tokens, which belong to no word."""
+    words: list[list[int]] = []
+    for position, token in enumerate(tokens.tolist()):
+        if token in separators:
+            continue
+        if words and continues[token]:
+            words[-1].append(position)
+        else:
+            words.append([position])
+    return words
+
+
+def random_runs(
+    words: Sequence[Sequence[int]],
+    most: Callable[[int], float],
+    length: Callable[[], int],
+    random: np.random.RandomState,
+) -> list[list[int]]:
+    """Draw runs of ``words``, as the positions of their tokens, in order, as Megatron-LM draws what it masks.
+
+    Runs start at words in random order, and have ``length()`` words, shortened so that n + 1 runs have at most
+    ``most(n)`` tokens; a run that overlaps an earlier one is dropped.
+    """
+    taken, runs = set[int](), list[list[int]]()
+    for first in random.permutation(len(words)).tolist():
+        limit = most(len(runs))
+        if len(taken) >= limit:
+            break
+        number, run = length(), list[int]()
+        while number and len(taken) + len(run := list(chain(*words[first : first + number]))) > limit:
+            number -= 1
+        if number and taken.isdisjoint(run):
+            taken.update(run)
+            runs.append(run)
+    return sorted(runs)

@@ -16,7 +16,7 @@ import numpy as np
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS, target_prefix
 from megatron.data.indexed_dataset import IndexedDataset, check_tokens
-from megatron.data.sentence_dataset import Run, SentenceDataset
+from megatron.data.sentence_dataset import Run, SentenceDataset, random_runs, words_of
 from megatron.data.splits import SPLIT_NAMES, Source, SourceSamples, advice, seed_words
 from megatron.tokenizer import SpanVocabulary, span_vocabulary
 
@@ -123,34 +123,13 @@ def chosen_spans(
     ``room`` tokens of spans and sentinels.
     """
     most = min(mask_prob * target, max(1, round(len(tokens) * mask_prob)))
-    words = _words(tokens, vocabulary)
-    taken, count, spans = np.zeros(len(tokens), bool), 0, list[list[int]]()
-    for first in random.permutation(len(words)).tolist():
-        most = min(most, room - len(spans) - 1)
-        if count >= most or len(spans) == len(vocabulary.sentinels):
-            break
-        number = min(random.geometric(STOP), LONGEST_SPAN)
-        while number and count + len(span := sum(words[first : first + number], [])) > most:
-            number -= 1
-        if not number or any(taken[list(span)]):
-            continue
-        taken[list(span)] = True
-        count += len(span)
-        spans.append(span)
-    return [range(span[0], span[-1] + 1) for span in sorted(spans, key=lambda span: span[0])]
-
-
-def _words(tokens: np.ndarray, vocabulary: SpanVocabulary) -> list[list[int]]:
-    """The positions of each word; special tokens belong to no word."""
-    words: list[list[int]] = []
-    for position, token in enumerate(tokens.tolist()):
-        if token in vocabulary.separators:
-            continue
-        if words and vocabulary.continues[token]:
-            words[-1].append(position)
-        else:
-            words.append([position])
-    return words
+    runs = random_runs(
+        words_of(tokens, vocabulary.separators, vocabulary.continues),
+        lambda runs: 0 if runs == len(vocabulary.sentinels) else min(most, room - runs - 1),
+        lambda: min(random.geometric(STOP), LONGEST_SPAN),
+        random,
+    )
+    return [range(run[0], run[-1] + 1) for run in runs]
 
 
 class PairDataset(SourceSamples):

@@ -163,7 +163,7 @@ class Router(nn.Module):
                 weights = _InjectLoss.apply(weights, loss, self.gradient_scale / self.group.size())
             self._measure(scores, is_chosen, balance, z)
         if self.capacity_factor:
-            kept = self._within_capacity(is_chosen, scores, chosen)
+            kept = self._within_capacity(weights.detach(), chosen)
             weights, chosen = weights * kept, chosen.masked_fill(~kept, self.experts)
             if is_measured:
                 self._add("dropped", 1 - kept.double().mean())
@@ -193,12 +193,13 @@ class Router(nn.Module):
         """Maximum number of tokens per expert for a sample of ``s`` tokens."""
         return min(s, -int(-self.capacity_factor * s * self.chosen // self.experts))
 
-    def _within_capacity(self, is_chosen: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Mask [b, s, k]: whether the token has one of the highest scores of its sample for the expert."""
-        capacity = self.capacity(scores.size(1))
-        first = scores.masked_fill(is_chosen == 0, -1.0).topk(capacity, dim=1).indices  # [b, capacity, E]
-        fits = torch.zeros_like(is_chosen).scatter_(1, first, 1.0) * is_chosen
-        return fits.gather(-1, chosen) > 0
+    def _within_capacity(self, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Mask [b, s, k]: whether the token has one of the highest weights of its sample for the expert."""
+        b, s, _ = chosen.shape
+        all_weights = weights.new_full((b, s, self.experts), -1.0).scatter_(-1, chosen, weights)
+        first = all_weights.topk(self.capacity(s), dim=1).indices  # [b, capacity, E]
+        fits = torch.zeros_like(all_weights, dtype=torch.bool).scatter_(1, first, True)
+        return fits.gather(-1, chosen)
 
     @torch.no_grad()
     def _measure(self, scores: Tensor, is_chosen: Tensor, balance: Tensor, z: Tensor) -> None:

@@ -31,9 +31,12 @@ def weight(config: ModelConfig, name: str) -> WeightInit:
 
 
 def residual_weight(config: ModelConfig, name: str) -> WeightInit:
-    """Initialization scaled by 1 / sqrt(2 x layers), for projections to the residual stream (GPT-2, section 2.3)."""
+    """Initialization scaled by 1 / sqrt(2 x layers), for projections to the residual stream (GPT-2, section 2.3).
+
+    For an encoder and a decoder they are the layers of the encoder, as in Megatron-LM.
+    """
     init = weight(config, name)
-    return replace(init, std=init.std / math.sqrt(2 * config.num_layers))
+    return replace(init, std=init.std / math.sqrt(2 * (config.encoder_num_layers or config.num_layers)))
 
 
 def column_parallel(

@@ -55,14 +55,13 @@ def plain_moe(x: Tensor, p: dict[str, Tensor], config: ModelConfig) -> tuple[Ten
             balance = balance + experts * share * sum(scores[b, :, e].sum() for b in samples) / tokens / len(groups)
     rows = []
     for b in range(len(x)):
+        among = [(scores if config.moe_router_pre_softmax else logits)[b, s, chosen[b][s]] for s in range(S)]
+        weights = among if config.moe_router_pre_softmax else [logits.softmax(0) for logits in among]
         for s in range(S):
-            among = scores if config.moe_router_pre_softmax else logits[:, :, :]
-            weights = among[b, s, chosen[b][s]]
-            weights = weights if config.moe_router_pre_softmax else weights.softmax(0)
             y = torch.zeros_like(x[b, s])
-            for weight, e in zip(weights, chosen[b][s], strict=True):
-                rivals = [scores[b, t, e].item() for t in range(S) if e in chosen[b][t]]
-                if sorted(rivals, reverse=True).index(scores[b, s, e].item()) < capacity:
+            for weight, e in zip(weights[s], chosen[b][s], strict=True):
+                rivals = [weights[t][chosen[b][t].index(e)].item() for t in range(S) if e in chosen[b][t]]
+                if sorted(rivals, reverse=True).index(weight.item()) < capacity:
                     y = y + weight * mlp(x[b, s], p, "experts.", e)
             if config.moe_shared_expert_intermediate_size:
                 y = y + mlp(x[b, s], p, "shared_expert.", slice(None))
@@ -187,10 +186,29 @@ def test_memory_does_not_grow_with_each_number_of_rows() -> None:
 
 
 @pytest.mark.ranks(1)
-def test_router_keeps_the_smallest_scores() -> None:
+@pytest.mark.parametrize(
+    ("pre_softmax", "kept", "weights"),
+    [
+        (False, [[True, True], [False, True]], [[0.731, 0.269], [0.0, 0.378]]),  # of the weights 0.731 and 0.622
+        (True, [[False, True], [True, True]], [[0.0, 0.178], [0.622, 0.378]]),  # of 0.484 and 0.622
+    ],
+)
+def test_a_full_expert_drops_the_token_with_the_smallest_weight(pre_softmax: bool, kept, weights) -> None:
+    """Both tokens choose expert 0, which has room for one; each has another second choice."""
+    config = ModelConfig(**SIZES, moe_expert_capacity_factor=1.0, moe_router_pre_softmax=pre_softmax)
+    router = Router(config, ParallelLayout.create(ParallelConfig()), name="router")
+    router.weight.data = torch.eye(4, 12)
+    x = torch.zeros(1, 2, 12)
+    x[0, :, :4] = torch.tensor([[3.0, 2.0, 1.99, 1.9], [1.0, -90.0, 0.5, -90.0]])
+    found, chosen = router(x)
+    assert (chosen[0] < 4).tolist() == kept
+    assert_close(found[0], torch.tensor(weights), rtol=0, atol=1e-3)
+
+
+@pytest.mark.ranks(1)
+def test_router_keeps_the_smallest_weights() -> None:
     layout = ParallelLayout.create(ParallelConfig())
     router = Router(ModelConfig(**SIZES, moe_expert_capacity_factor=1.0), layout, name="router")
-    # The score of the last token, the only one that chooses expert 0, is too small for a float.
-    scores, chosen = torch.zeros(1, S, 4), torch.tensor([[[1, 2]] * (S - 1) + [[0, 1]]])
-    kept = router._within_capacity(torch.zeros_like(scores).scatter_(-1, chosen, 1.0), scores, chosen)
-    assert kept[0, -1, 0]
+    # The weight of the last token, the only one that chooses expert 0, is too small for a float.
+    weights, chosen = torch.zeros(1, S, 2), torch.tensor([[[1, 2]] * (S - 1) + [[0, 1]]])
+    assert router._within_capacity(weights, chosen)[0, -1, 0]

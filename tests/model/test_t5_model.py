@@ -92,6 +92,15 @@ def exported(ours: SequentialModel, whole: ModelConfig, folder: Path) -> torch.n
 
 
 @pytest.mark.ranks(1)
+def test_initial_weights_are_scaled_by_the_depth_of_the_encoder() -> None:
+    """As in Megatron-LM: 0.02 / sqrt(2 x 2) with 2 layers of the encoder and 3 of the decoder."""
+    model = whole_model(replace(CONFIG, hidden_size=64, ffn_hidden_size=256, init_method_std=0.02))
+    found = {n: p.std().item() for n, p in model.named_parameters() if n.endswith(("4h_to_h.weight", ".dense.weight"))}
+    assert len(found) == 2 * 2 + 3 * 3
+    assert list(found.values()) == pytest.approx([0.01] * len(found), rel=0.1)
+
+
+@pytest.mark.ranks(1)
 def test_tokens_of_a_classic_t5_see_the_text_and_earlier_tokens() -> None:
     model = whole_model(CLASSIC)
     logits = model(INPUTS)
