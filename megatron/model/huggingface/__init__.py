@@ -29,8 +29,11 @@ FORMATS: dict[str, Format] = {
     "llava": LLAVA_FORMAT,
 }
 """``model_type`` in config.json to its format."""
-_BUFFER = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq|embeddings\.position_ids)")
-"""Names of tensors in older files that are not weights: causal mask, RoPE frequencies, position ids."""
+_BUFFER = re.compile(
+    r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq|embeddings\.position_ids)"
+    r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+)
+"""Names of tensors in older files that no model uses: causal mask, RoPE frequencies, position ids, a bias of T5."""
 _TOKENS = ("bos_token_id", "eos_token_id")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from megatron.common.errors import shown
 from megatron.config import ModelConfig
 from megatron.model.architectures import BERT, CLASSIFIER, T5
-from megatron.model.huggingface.formats import RESIDUAL, Fields, Format, gelu_name, named, read_gelu
+from megatron.model.huggingface.formats import RESIDUAL, Fields, Format, gelu_name, named, read_end, read_gelu
 from megatron.model.spec import LayerSpec
 
 BERT_CLASSES = {BERT.name: "MegatronBertForPreTraining", CLASSIFIER.name: "MegatronBertForSequenceClassification"}
@@ -101,8 +101,7 @@ def _read_t5(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     # transformers 5 writes tie_word_embeddings true for all models; scale_decoder_outputs tells T5 1.1 apart.
     if tree.get("scale_decoder_outputs", tree.get("tie_word_embeddings", True)):
         problems.append("tie_word_embeddings is true, and only T5 1.1, with an untied head, can be taken over")
-    start, end = tree.get("decoder_start_token_id"), tree.get("eos_token_id")
-    size = tree.get("vocab_size")
+    start, size = tree.get("decoder_start_token_id"), tree.get("vocab_size")
     if start is not None and not (type(start) is int and -1 <= start < (size if type(size) is int else start + 1)):
         problems.append(f"decoder_start_token_id is {shown(start)}, and the model has {shown(size)} tokens")
     return {
@@ -117,7 +116,7 @@ def _read_t5(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         "disable_bias_linear": True,
         "untie_embeddings_and_output_weights": True,
         "decoder_start_token": start if type(start) is int else 0,
-        "eod_token": end if type(end) is int else 1,
+        **{"eod_token": 1, **read_end(tree)},
     }, problems
 
 
@@ -179,7 +178,13 @@ T5_FORMAT = Format(
         "vocab_size": ("vocab_size", 32128),
     },
     numbers={"layernorm_epsilon": ("layer_norm_epsilon", 1e-6), "hidden_dropout": ("dropout_rate", 0.1)},
-    fixed={"model_type": "t5", "feed_forward_proj": "gated-gelu", "is_encoder_decoder": True},
+    fixed={
+        "model_type": "t5",
+        "feed_forward_proj": "gated-gelu",
+        "is_gated_act": True,  # transformers prefers these two to feed_forward_proj
+        "dense_act_fn": "gelu_new",
+        "is_encoder_decoder": True,
+    },
     multiple=None,
     keeps_rows=True,
     read=_read_t5,

@@ -202,6 +202,13 @@ def read_gelu(name: str, kind: Any) -> tuple[Fields, list[str]]:
     return {"openai_gelu": _GELU_KINDS[kind]}, []
 
 
+def read_end(tree: Mapping[str, Any]) -> Fields:
+    """The ModelConfig field for ``eos_token_id``, of which the first counts if there are several."""
+    end = tree.get("eos_token_id")
+    end = end[0] if isinstance(end, list) and end else end
+    return {"eod_token": end} if type(end) is int else {}
+
+
 def named(blocks: str, parts: Mapping[str, tuple[str, ...]], others: Mapping[str, str]) -> Callable[..., list[str]]:
     """A function for ``Format.names``: ``parts`` maps modules of transformer layers, ``others`` all other layers."""
 
@@ -215,8 +222,7 @@ def named(blocks: str, parts: Mapping[str, tuple[str, ...]], others: Mapping[str
 
 def _read_gpt2(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     fields, problems = read_gelu("activation_function", tree.get("activation_function", "gelu_new"))
-    eod = tree.get("eos_token_id")
-    return fields | ({"eod_token": eod} if type(eod) is int else {}), problems
+    return fields | read_end(tree), problems
 
 
 GPT2_FORMAT = Format(

@@ -12,7 +12,7 @@ from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig
 from megatron.config.fields import shown
 from megatron.model.architectures import GPT2
-from megatron.model.huggingface.formats import RESIDUAL, Fields, Format, Names
+from megatron.model.huggingface.formats import RESIDUAL, Fields, Format, Names, read_end
 from megatron.model.huggingface.rotation import read_rotation, write_rotation
 from megatron.model.spec import LayerSpec
 
@@ -137,8 +137,6 @@ def _read(family: Family, tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         problems.append(f"layer_types is {shown(kinds)}, and only {kind} in all layers is supported")
     if window is not None and not (type(window) is int and window > 0):
         problems.append(f"sliding_window is {window!r}, and should be a whole number above 0")
-    end = tree.get("eos_token_id")
-    end = end[0] if isinstance(end, list) and end else end
     return {
         "position_embedding_type": "rope",
         **rotation,
@@ -151,7 +149,7 @@ def _read(family: Family, tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         "moe_router_pre_softmax": family.model_type == "qwen3_moe" and not tree.get("norm_topk_prob", False),
         "untie_embeddings_and_output_weights": not tree.get("tie_word_embeddings", False),
         "hidden_dropout": 0.0,
-        **({"eod_token": end} if type(end) is int else {}),
+        **read_end(tree),
     }, problems
 
 

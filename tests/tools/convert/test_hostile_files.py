@@ -12,6 +12,7 @@ from support.fuzzing import Attack
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
 from megatron.model.huggingface import config_of as from_huggingface
+from megatron.model.huggingface import shape_problems, source_shapes
 from megatron.model.huggingface import write_config as to_huggingface
 from megatron.tools.convert.full_model import read_tensors
 from megatron.tools.convert.huggingface_files import carried_files
@@ -188,6 +189,8 @@ WRONG: list[tuple[dict, dict, str]] = [
     (GPT2, {"tie_word_embeddings": False}, "tie_word_embeddings is False, and only True"),
     (GPT2, {"activation_function": ["gelu"]}, "activation_function is ['gelu'], and can be gelu or gelu_new"),
     (GPT2, {"n_head": 3}, "n_embd 8 is not a multiple of n_head 3"),
+    (T5, {"dense_act_fn": "relu"}, "dense_act_fn is 'relu', and only 'gelu_new'"),
+    (T5, {"is_gated_act": False}, "is_gated_act is False, and only True"),
     (T5, {"decoder_start_token_id": 64}, "decoder_start_token_id is 64, and the model has 64 tokens"),
     (T5, {"decoder_start_token_id": -2}, "decoder_start_token_id is -2, and the model has 64 tokens"),
     (T5, {"decoder_start_token_id": "0"}, "decoder_start_token_id is '0', and the model has 64 tokens"),
@@ -210,6 +213,21 @@ def test_a_setting_that_cannot_be_meant_is_refused(tree: dict, changes: dict, me
     with pytest.raises(CheckpointError) as caught:
         from_huggingface(tree | changes, Path("config.json"))
     assert caught.value.messages[0].startswith(f"config.json: {message}")
+
+
+def test_a_bias_that_no_t5_uses_is_ignored():
+    """Of older files."""
+    config = from_huggingface(T5, Path("config.json"))
+    shapes = {name: shape for weight in source_shapes(config).values() for name, shape in weight.items()}
+    for block, unknown in ((0, 0), (1, 1)):
+        name = f"decoder.block.{block}.layer.1.EncDecAttention.relative_attention_bias.weight"
+        assert len(shape_problems(config, shapes | {name: (32, 8)}, "folder")) == unknown
+
+
+@pytest.mark.parametrize("tree", [GPT2, T5, QWEN], ids=["gpt2", "t5", "qwen2"])
+def test_the_first_of_several_ends_is_the_end_of_a_document(tree: dict):
+    for given in (5, [5, 6]):
+        assert from_huggingface(tree | {"eos_token_id": given}, Path("config.json")).eod_token == 5
 
 
 @pytest.mark.parametrize(
