@@ -316,6 +316,20 @@ def test_a_completion_counts_and_the_end_after_it(tmp_path: Path) -> None:
     assert written(job_of(tmp_path, line, "prompt-completion", append_eod=True, workers=2)) == [document] * 2
 
 
+@pytest.mark.parametrize("completion", ["kind", " kind", "\nkind", "</s>kind"])
+@pytest.mark.parametrize("prompt", ["be", ""])
+def test_a_completion_continues_its_prompt(chat_folder: Path, tmp_path: Path, prompt: str, completion: str) -> None:
+    """With a tokenizer that puts a blank in front of a text, as that of Llama 2."""
+    file = str(chat_folder / "tokenizer.json")
+    job = job_of(tmp_path, {"prompt": prompt, "completion": completion}, "prompt-completion")
+    [(ids, mask), _] = written(replace(job, tokenizer_type="HuggingFaceTokenizer", vocab_file=file))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", file, None)
+    pieces = {id: piece for piece, id in tokenizer.pieces.items()}
+    text = "".join(map(pieces.__getitem__, ids)).replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+    assert text.lstrip(" ") == (prompt + completion).lstrip(" ")
+    assert sum(mask) == len(ids) - (len(tokenizer.tokenize(prompt)) or 1)
+
+
 @pytest.mark.parametrize(
     "line, kind, message",
     [

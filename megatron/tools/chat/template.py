@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -261,6 +262,10 @@ class ChatPrompts:
         """Tokenize a text of the template, or a part of one."""
         return tokenize_marked(self._tokenizer, text)
 
+    def tokenize_answer(self, text: str) -> list[int]:
+        """Tokenize the result of ``answer``."""
+        return tokenize_continuation(self._tokenizer, text)
+
 
 def special_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:
     """The ids of the special tokens that a template may write, by their text."""
@@ -288,6 +293,21 @@ def tokenize_marked(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a text, in which texts of special tokens are special tokens."""
     [(ids, _)] = tokenize_texts(tokenizer, [Text(text)])
     return ids
+
+
+@lru_cache(maxsize=4)
+def puts_blank(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer puts a blank in front of a text, as that of Llama 2 does."""
+    return tokenizer.detokenize(2 * tokenizer.tokenize("1")) != "11"
+
+
+def tokenize_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text that follows another one, without a blank that the tokenizer puts in front of it."""
+    for before in ("\n", ".") if puts_blank(tokenizer) else ():
+        first, both = tokenizer.tokenize(before), tokenize_marked(tokenizer, before + text)
+        if both[: len(first)] == first:
+            return both[len(first) :]
+    return tokenize_marked(tokenizer, text)
 
 
 def _tokenize_ranges(tokenizer: Tokenizer, texts: Sequence[Text]) -> Iterator[tuple[list[int], list[int]]]:

@@ -15,6 +15,7 @@ from megatron.common.reading import read_bytes
 from megatron.data.fingerprint import other_tokenizers
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import Tokenizer
+from megatron.tools.chat.template import tokenize_continuation
 from megatron.tools.preprocess.corpus import FORMATS, read_chunks
 from megatron.tools.preprocess.file_lines import uncompressed
 
@@ -108,7 +109,7 @@ def _lambada(request: Request, tokenizer: Tokenizer) -> Task:
     for where, (text,) in _read_rows(request.path, request.key):
         if request.strict:  # as in Megatron-LM: the text before the last word, stripped, and the word after a blank
             word = (text.split() or [""])[-1]
-            target = _tokenize(where, f" {word}", tokenizer)
+            target = _tokenize(where, f" {word}", tokenizer, tokenize_continuation)
             tokens = _prompt(where, text[: text.rfind(word)].strip(), tokenizer) + target
             predicted = len(target)
         else:
@@ -252,9 +253,14 @@ def _tokens_of_data_set(prefix: Path, vocab_size: int) -> np.ndarray:
     return tokens
 
 
-def _tokenize(where: str, text: str, tokenizer: Tokenizer) -> list[int]:
+def _tokenize(
+    where: str,
+    text: str,
+    tokenizer: Tokenizer,
+    tokenize: Callable[[Tokenizer, str], list[int]] = Tokenizer.tokenize,
+) -> list[int]:
     try:
-        return tokenizer.tokenize(text)
+        return tokenize(tokenizer, text)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
 

@@ -65,7 +65,7 @@ def _question(record: Any, chat: ChatPrompts, images: ImageReader, limits: Stopp
         raise DataError('no "answer", or one that is none of the "choices"')
     messages = [{"role": "user", "content": images.marked(record["question"], record)}]
     prompt = images.tokens(chat.text(messages), record, chat.tokenize)
-    choice_tokens = tuple(tuple(chat.tokenize(chat.answer(messages, choice))) for choice in choices)
+    choice_tokens = tuple(tuple(chat.tokenize_answer(chat.answer(messages, choice))) for choice in choices)
     for tokens in choice_tokens:
         check_placeholders(tokens, 0, images.model)
     longest = max(map(len, choice_tokens), default=0)

@@ -16,7 +16,7 @@ import numpy as np
 from megatron.common.errors import DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tools.chat.files import chat_template
-from megatron.tools.chat.template import ChatTemplate, Text, tokenize_texts
+from megatron.tools.chat.template import ChatTemplate, Text, puts_blank, tokenize_continuation, tokenize_texts
 from megatron.tools.preprocess.corpus import FORMATS, Chunk, json_object, line_texts
 from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, Job
 
@@ -140,10 +140,14 @@ def _tokenize_conversations(job: Job, tokenizer: Tokenizer, lines: Sequence[Sequ
     """
     documents: Documents = {TOKENS: [], LOSS_MASK: []}
     tokenized = iter(tokenize_texts(tokenizer, list(chain.from_iterable(lines))))
+    is_apart = puts_blank(tokenizer)
     for line in lines:
         ids: list[int] = []
         mask: list[int] = []
-        for part_ids, part_mask in islice(tokenized, len(line)):
+        for part, (part_ids, part_mask) in zip(line, islice(tokenized, len(line)), strict=True):
+            if ids and is_apart:
+                part_ids = tokenize_continuation(tokenizer, part.text)
+                part_mask = [1] * len(part_ids)
             ids += part_ids
             mask += part_mask
         if job.append_eod:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from megatron.common.errors import NumericsError
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -31,6 +32,18 @@ def test_the_whole_last_word_or_its_last_token(tmp_path: Path, tokenizer: Tokeni
     (sample,) = lambada(tmp_path, tokenizer, text, strict=False).samples
     assert sample.predicted == 1
     assert tokenizer.detokenize(sample.tokens) == text
+
+
+def test_the_last_word_has_one_blank_in_front(tmp_path: Path):
+    """With a tokenizer that puts a blank in front of every text, as that of Llama 2."""
+    pieces = ["</s>", *"\N{LOWER ONE EIGHTH BLOCK}ab.\n", 2 * "\N{LOWER ONE EIGHTH BLOCK}"]
+    encoder = tokenizers.Tokenizer(tokenizers.models.BPE(dict(zip(pieces, range(7), strict=True)), [(pieces[1],) * 2]))
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    encoder.normalizer = tokenizers.normalizers.Prepend(pieces[1])
+    encoder.save(str(tmp_path / "tokenizer.json"))
+    llama2 = build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "tokenizer.json"), None, None, "</s>")
+    (sample,) = lambada(tmp_path, llama2, "ab ba", strict=True).samples
+    assert (sample.tokens.tolist(), sample.predicted) == (llama2.tokenize("ab ba"), 3)
 
 
 def test_metrics_of_a_text(tmp_path: Path, tokenizer: Tokenizer):
