@@ -20,6 +20,7 @@ from megatron.data.fingerprint import tokenizer_hash
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tokenizer import build_tokenizer
+from megatron.tools.chat.template import Text, tokenize_texts
 from megatron.tools.inference.continuous_batch import Detokenizer
 from megatron.tools.inference.prompts import prompt_tokens
 from megatron.tools.preprocess.job import Job
@@ -141,6 +142,11 @@ def test_sentencepiece_model(tmp_path: Path) -> None:
         ids = tokenizer.tokenize(text)
         assert tokenizer.detokenize(ids) == text and not {1, 2} & set(ids)
         assert "".join(_streamed(tokenizer, [], ids)) == text
+    text = "The quick fox</s>The brown fox"  # counted from the middle on, and up to the middle
+    whole = [*tokenizer.tokenize(text[:13]), 2, *tokenizer.tokenize(text[17:])]
+    [(ids, mask)] = tokenize_texts(tokenizer, [Text(text, [(9, 20), (26, 30)])])
+    counted = [id for id, counts in zip(ids, mask, strict=True) if counts]
+    assert ids == whole and tokenizer.detokenize(counted).split() == ["fox", "The", "fox"]
     assert tokenizer.detokenize([2]) == "" == build_tokenizer(SENTENCEPIECE, path, None, 400).detokenize([399])
     assert build_tokenizer(SENTENCEPIECE, path, None, 400, "<unk>").eod == 0
     for adds in (False, True):

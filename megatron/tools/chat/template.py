@@ -11,7 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -318,10 +318,12 @@ def _tokenize_ranges(tokenizer: Tokenizer, texts: Sequence[Text]) -> Iterator[tu
         ids: list[int] = []
         mask: list[int] = []
         cuts = [0, *(cut for span in text.counted for cut in span), len(text.text)]
+        continues = False
         for number, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
-            pieces = [piece for piece in pattern.split(text.text[begin:end]) if piece]
-            plain = iter(tokenizer.tokenize_batch([piece for piece in pieces if piece not in special]))
-            piece_ids = [id for piece in pieces for id in ([special[piece]] if piece in special else next(plain))]
-            ids += piece_ids
-            mask += [number % 2] * len(piece_ids)
+            for piece in filter(None, pattern.split(text.text[begin:end])):
+                tokenize = partial(tokenize_continuation, tokenizer) if continues else tokenizer.tokenize
+                piece_ids = [special[piece]] if piece in special else tokenize(piece)
+                continues = piece not in special
+                ids += piece_ids
+                mask += [number % 2] * len(piece_ids)
         yield ids, mask

@@ -44,6 +44,8 @@ class Letters:
         """Bytes."""
         return list(text.encode())
 
+    tokenize_answer = tokenize
+
 
 def test_likelihoods_and_answers_are_those_of_transformers(run_ranks, tmp_path: Path):
     """Two replicas of the model share the questions."""
