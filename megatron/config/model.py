@@ -84,7 +84,7 @@ class ModelConfig(VisionConfig, PositionConfig, ExpertConfig, AdapterConfig):
     apply_residual_connection_post_layernorm: bool = flag(
         False, "Take the residual from the output of the layer norm, not from its input.", models="gpt bert other"
     )
-    openai_gelu: bool = flag(False, "Use OpenAI's GELU, the tanh approximation.")
+    openai_gelu: bool = flag(False, "Use OpenAI's GELU, the tanh approximation, as Megatron-LM's fused kernel does.")
     bias_gelu_fusion: bool = flag(False, "Fuse bias and GELU of the MLP into one kernel (torch.compile).")
     bias_dropout_fusion: bool = flag(False, "Fuse bias, dropout and residual addition (torch.compile).")
     compile: bool = flag(

@@ -55,7 +55,7 @@ class CheckpointConfig:
         needs="save",
         excludes={"finetune": "a resumed run would start at iteration 0 again"},
     )
-    no_load_optim: bool = flag(False, "Do not load optimizer state.")
+    no_load_optim: bool = flag(False, "Do not load optimizer state; the learning-rate schedule continues.")
     no_load_rng: bool = flag(False, "Do not load random number generator states.")
     finetune: bool = flag(False, "Load weights only, and start at iteration 0.", needs="load")
     override: bool = flag(
