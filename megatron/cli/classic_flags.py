@@ -25,7 +25,7 @@ _FULFILLED = {
     "throughput is always logged": "log-throughput",
     "TensorBoard also gets the times of --timing-log-level": "log-timers-to-tensorboard",
     "data sets are read by memory map": "data-impl=mmap data-impl=infer",
-    "no token of a causal model attends to later tokens": "next-tokens next-tockens next",
+    "tokens do not attend to later ones": "next-tokens=0 next-tockens=0 next=0",
     "offloaded state is page-locked by default": "use-pin-memory",
     "memory is never emptied": "empty-unused-memory-level=0",
     "processes of mpirun are recognized": "deepspeed-mpi",
@@ -44,6 +44,7 @@ _IGNORED = {
     "attention is torch's fused kernel (FlashAttention on CUDA) unless another flag excludes it": (
         "use-flash-attn* attention-backend=flash attention-backend=fused attention-backend=auto *masked-softmax-fusion"
     ),
+    "no token of a causal model attends to later tokens": "next-tokens next-tockens next",
     "the mask follows from --pre-tokens and --reset-attention-mask": "no-create-attention-mask-in-dataloader",
     "kernels are chosen by --fused-kernels, --bias-gelu-fusion, --bias-dropout-fusion and --compile": (
         "transformer-impl=transformer_engine use-mcore-models use-legacy-models no-persist-layer-norm "
@@ -59,11 +60,11 @@ _IGNORED = {
     "--zero-overlap-comm overlaps communication with computation": (
         "overlap-param-gather-with-optimizer-step overlap-cpu-optimizer-d2h-h2d"
     ),
-    "stages always send complete tensors, and compute meanwhile": (
+    "each rank sends its complete hidden states to the next stage, and computes meanwhile": (
         "no-scatter-gather-tensors-in-pipeline *overlap-p2p-communication* use-ring-exchange-p2p "
         "microbatch-group-size-per-virtual-pipeline-stage"
     ),
-    "tensor-parallel communication always overlaps with the matmuls of the backward pass": (
+    "tensor-parallel communication overlaps with the matmuls of the backward pass where it can": (
         "no-async-tensor-model-parallel-allreduce tp-comm-bulk-* tp-comm-split-* tp-comm-overlap-* "
         "tp-comm-bootstrap-backend disable-tp-comm-*"
     ),
@@ -77,7 +78,7 @@ _IGNORED = {
     ),
     "samples are shuffled for each epoch, and epochs repeat until the end of training (data sets of pretrain() "
     "are not shuffled)": "dataloader-type=cyclic repeated-dataloader",
-    "data sets are memory-mapped, and built by one thread": (
+    "data sets are memory-mapped, and as many processes as are of use build their index maps": (
         "no-mmap-bin-files num-dataset-builder-threads mid-level-dataset-surplus dataloader-fast-cache-load "
         "dataloader-defer-npy-index-mmap data-impl mmap-warmup"
     ),
@@ -175,7 +176,9 @@ _REFUSED = {
     "weight decay is constant: use --weight-decay": "start-weight-decay end-weight-decay weight-decay-incr-style",
     "durations are counted in iterations or samples, which are tokens / --seq-length: use --train-samples, "
     "--lr-decay-samples and --lr-warmup-samples": "train-tokens lr-decay-tokens lr-warmup-tokens",
-    "all weights have one learning rate: use --lr and --min-lr": "decoupled-lr decoupled-min-lr",
+    "embedding and output layer have the learning rate of the others: use --lr and --min-lr": (
+        "decoupled-lr decoupled-min-lr"
+    ),
     "weights are drawn from a normal distribution: use --init-method-std": "init-method-xavier-uniform",
     "weight sharing between layers is not supported: remove it": "num-unique-layers param-sharing-style",
     "BERT is trained with its sentence-order head: remove it": (

@@ -90,6 +90,7 @@ def test_other_names_mean_the_same(words: str, same: str) -> None:
     "words, warning",
     [
         ("--use-flash-attn", "--use-flash-attn has no effect: attention is torch's fused kernel"),
+        ("--next-tockens 5", "--next-tockens 5 has no effect: no token of a causal model attends to later tokens"),
         ("--dataloader-type cyclic", "--dataloader-type cyclic has no effect: samples are shuffled for each"),
         ("--use-te-activation-func", "--use-te-activation-func has no effect: kernels are chosen by --fused-kernels"),
         ("--zero-reduce-bucket-size 5e6 --zero-contigious-gradients",
