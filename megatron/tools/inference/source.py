@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron.common.errors import ConfigError
+from megatron.common.errors import ConfigError, DataError
 from megatron.common.tokenizer_files import (
     GPT2_BPE,
     HUGGINGFACE,
@@ -26,8 +26,8 @@ from megatron.model.huggingface import format_of
 from megatron.model.huggingface import read_config as read_folder_config
 from megatron.model.spec import ArchitectureSpec
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from megatron.tools.convert.huggingface_files import Vocabulary, read_bpe, read_folder_tokenizer
+from megatron.tokenizer.gpt2_bpe import ADVICE, GPT2BPETokenizer
+from megatron.tools.convert.huggingface_files import TOKENIZER, Vocabulary, read_bpe, read_folder_tokenizer
 from megatron.tools.convert.inspection import FoundCheckpoint, find, read_config, read_description
 
 
@@ -113,7 +113,7 @@ def open_source(
         tokenizer = _published_tokenizer(path, config, files)
     else:
         bpe = _folder_bpe(path, config, files)
-        config, tokenizer = read_folder_config(path, vocab_size=len(bpe.tokens)), _tokenizer_of(bpe)
+        config, tokenizer = read_folder_config(path, vocab_size=len(bpe.tokens)), _tokenizer_of(bpe, path)
     if tokenizer.vocab_size != config.vocab_size:
         raise ConfigError(
             f"{path} is a model of {config.vocab_size} tokens, and the vocabulary has {tokenizer.vocab_size}; give the "
@@ -224,7 +224,12 @@ def _folder_bpe(path: Path, config: ModelConfig, files: TokenizerFiles) -> Vocab
     return bpe
 
 
-def _tokenizer_of(bpe: Vocabulary) -> Tokenizer:
+def _tokenizer_of(bpe: Vocabulary, path: Path) -> Tokenizer:
+    """The tokenizer ``bpe`` of the Hugging Face folder ``path``. Raises DataError for an incomplete tokenizer.json."""
     with TemporaryDirectory() as folder:
         bpe.write(Path(folder))
-        return GPT2BPETokenizer(f"{folder}/vocab.json", f"{folder}/merges.txt")
+        try:
+            return GPT2BPETokenizer(f"{folder}/vocab.json", f"{folder}/merges.txt")
+        except DataError as error:  # other files have been checked
+            problem = str(error).partition(": ")[2].removesuffix(ADVICE)
+            raise DataError(f"{path / TOKENIZER}: {problem}") from None

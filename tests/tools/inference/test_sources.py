@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.common.errors import CheckpointError, ConfigError
+from megatron.common.errors import CheckpointError, ConfigError, DataError
 from megatron.config import ModelConfig
 from megatron.tools.convert.huggingface_files import count_tokens, read_folder_tokenizer
 from megatron.tools.inference.source import TokenizerFiles, config_on, open_source
@@ -126,6 +126,23 @@ def test_a_gpt2_whose_tokenizer_divides_text_in_another_way(foreign: Path, tmp_p
     (folder / file).write_text(json.dumps(settings | bpe))
     with pytest.raises(CheckpointError, match=f"{file} divides text in another way than GPT-2's BPE"):
         open_source(folder)
+
+
+@pytest.mark.parametrize(
+    "absent, problem", [("~", "1 of the 256 byte"), ("<|endoftext|>", "<|endoftext|>"), ("th", "merge")]
+)
+def test_a_gpt2_whose_tokenizer_is_incomplete(foreign: Path, tmp_path: Path, absent: str, problem: str):
+    folder = shutil.copytree(foreign, tmp_path / "hf")
+    tokens = json.loads((folder / "vocab.json").read_text())
+    tokens = {token: n for n, token in enumerate(token for token in tokens if token != absent)}
+    bpe = {"type": "BPE", "vocab": tokens, "merges": (folder / "merges.txt").read_text().splitlines()[1:]}
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"model": bpe, "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}})
+    )
+    with pytest.raises(DataError) as caught:
+        open_source(folder)
+    assert str(caught.value).startswith(f"{folder}/tokenizer.json: ") and problem in str(caught.value)
+    assert "/vocab.json" not in str(caught.value) and "--tokenizer-type" not in str(caught.value)
 
 
 LLAMA = {
