@@ -30,7 +30,7 @@ from megatron.engines.optimizers.skipping import clip_divisor, scale_and_skip, t
 from megatron.engines.overrides import overrides, replaced
 from megatron.engines.state import accept_any_adam, master_weights
 from megatron.engines.status import HostCopy, StepStatus, loss_scale_limit_reported
-from megatron.engines.zero import ZeroOptimizer, corrected_optimizers
+from megatron.engines.zero import BucketedZeroOptimizer, Reductions, corrected_optimizers
 from megatron.model.moe import ParallelMoE, routers
 from megatron.ops.fp8 import fp8_layers
 from megatron.parallel.expert import group_name
@@ -67,7 +67,7 @@ class Engine(DeepSpeedEngine):
         for _, kernel in self._fp8_layers:
             kernel.keeps_weights = run.zero.zero_stage < 3  # ZeRO 3 gathers weights for each call
         continue_without_reports(self)
-        if isinstance(self.optimizer, ZeroOptimizer) and run.overlaps_param_gather:
+        if isinstance(self.optimizer, BucketedZeroOptimizer) and run.overlaps_param_gather:
             self.optimizer.weights.gather_before(
                 layer for name, layer in self.module.named_children() if name.isdigit()
             )
@@ -110,7 +110,7 @@ class Engine(DeepSpeedEngine):
     @overrides(DeepSpeedEngine, "(self, client_optimizer, model_parameters)")
     def _configure_optimizer(self, client_optimizer: Optimizer | None, model_parameters: Any) -> None:
         """Use the ZeRO optimizers of ``megatron.engines.zero``."""
-        with corrected_optimizers(
+        how = Reductions(
             layout=self.layout,
             positions={parameter: position for position, parameter in enumerate(self.module.parameters())},
             reduced_last=self._reduced_last(),
@@ -119,7 +119,8 @@ class Engine(DeepSpeedEngine):
             coalesces=self._coalesces_grad_reduction,
             overlaps=self._overlaps_grad_reduce,
             adds_together=self._adds_together,
-        ):
+        )
+        with corrected_optimizers(how):
             super()._configure_optimizer(client_optimizer, model_parameters)
         keeps_hooks = isinstance(self.optimizer, ZeROOptimizer)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad and not keeps_hooks]
@@ -184,7 +185,7 @@ class Engine(DeepSpeedEngine):
         """Let the host know whether the last step was skipped, which it may have to wait for."""
         self._is_settled = True
         skipped = bool(self.step_outcome.read()["skipped"])
-        if isinstance(self.optimizer, ZeroOptimizer):
+        if isinstance(self.optimizer, BucketedZeroOptimizer):
             self.optimizer.settle_loss_scale(skipped)
         if skipped:
             self.skipped_steps += 1
@@ -199,7 +200,7 @@ class Engine(DeepSpeedEngine):
 
     def wait_for_weights(self) -> None:
         """Wait for the all-gather of updated weights, before anything other than a forward pass uses them."""
-        if isinstance(self.optimizer, ZeroOptimizer):
+        if isinstance(self.optimizer, BucketedZeroOptimizer):
             self.optimizer.weights.wait()
 
     def _clip_or_skip(self) -> bool | Tensor:

@@ -13,7 +13,7 @@ from megatron.data.loader import Batch
 from megatron.engines.containers import loss_parts
 from megatron.engines.engine import Engine
 from megatron.engines.overrides import overrides
-from megatron.engines.zero import ZeroOptimizer
+from megatron.engines.zero import BucketedZeroOptimizer
 from megatron.parallel.pipeline.schedule import Instruction
 
 
@@ -93,7 +93,7 @@ class SequentialEngine(Engine):
     def _flush_coalesced_reduction_zero12(self, optimizer: Any) -> None:
         if self._reduces:
             with self.inside_hooks(Instruction("ReduceGrads")):
-                if isinstance(optimizer, ZeroOptimizer) and optimizer.gradients is not None:
+                if isinstance(optimizer, BucketedZeroOptimizer):
                     optimizer.reduce_gradients()
                 else:
                     super()._flush_coalesced_reduction_zero12(optimizer)

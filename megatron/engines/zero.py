@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import copy
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import deepspeed.runtime.engine
@@ -86,59 +86,32 @@ class _Piece(NamedTuple):
     """Whether the piece is summed over the tensor-parallel ranks."""
 
 
+class Reductions(NamedTuple):
+    """How ``BucketedZeroOptimizer`` reduces gradients and gathers weights."""
+
+    layout: ParallelLayout
+    positions: Mapping[nn.Parameter, int]
+    """Position of each parameter in the model."""
+    reduced_last: Set[nn.Parameter]
+    """Parameters that get several gradients in a backward pass, or gradients after it."""
+    micro_batches: Callable[[], int]
+    """Returns the number of micro-batches of the current step."""
+    sent_dtype: torch.dtype | None
+    """Type in which gradients are sent; None for the accumulation dtype."""
+    coalesces: bool
+    """Whether ZeRO 2 accumulates gradients of all micro-batches before it reduces them."""
+    overlaps: bool
+    """Whether gradients are reduced during the backward pass."""
+    adds_together: bool
+    """Whether one kernel adds several gradients to their buffer."""
+
+
 class ZeroOptimizer(CorrectedSteps, DeepSpeedZeroOptimizer):
-    """The optimizer of ZeRO 1 and 2.
+    """The optimizer of ZeRO 1 and 2, with DeepSpeed's own reduction of gradients."""
 
-    Args:
-        layout: the parallel layout.
-        positions: parameter to its position in the model.
-        reduced_last: parameters that get several gradients in a backward pass, or gradients after it.
-        micro_batches: returns the number of micro-batches of the current step.
-        sent_dtype: dtype of the gradient reduction; None for the accumulation dtype.
-        coalesces: whether ZeRO 2 accumulates gradients of all micro-batches before it reduces them.
-        overlaps: whether gradients are reduced during the backward pass.
-        adds_together: whether one kernel adds several gradients to their buffer.
-    """
-
-    gradients: Gradients | None = None
     skipped: bool | Tensor = False
     """Whether the last step was skipped, because its gradient was not finite."""
     bit16_groups: list[list[nn.Parameter]]
-
-    def __init__(
-        self,
-        *arguments: Any,
-        layout: ParallelLayout,
-        positions: Mapping[nn.Parameter, int],
-        reduced_last: Set[nn.Parameter],
-        micro_batches: Callable[[], int],
-        sent_dtype: torch.dtype | None,
-        coalesces: bool,
-        overlaps: bool,
-        adds_together: bool,
-        **options: Any,
-    ):
-        self._layout, self._positions, self._reduced_last = layout, positions, reduced_last
-        self._sent_dtype, self._adds_together = sent_dtype, adds_together
-        super().__init__(*arguments, **options)
-        self.weights = ShardedWeights(
-            self.bit16_groups,
-            self.bit16_groups_flat,
-            self.parallel_partitioned_bit16_groups,
-            self.real_dp_process_group,
-            self._first_uses,
-            reduced_last,
-        )
-        self._summed_over_tensor_ranks: Set[nn.Parameter] = set()
-        if self._has_buckets:
-            is_sharded = self.partition_gradients and not coalesces
-            groups = range(len(self.bit16_groups))
-            buckets = [self._bucket(number, is_sharded=is_sharded) for number in groups]
-            passes = (lambda: 1) if is_sharded else micro_batches
-            self.gradients = Gradients(buckets, passes if overlaps else None, self._first_uses)
-            self.use_grad_accum_attribute = False  # gradients are in the buckets
-            parameters = (parameter for group in self.bit16_groups for parameter in group)
-            self._summed_over_tensor_ranks = set(take_gradient_sums(parameters, layout.tensor_group))
 
     @overrides(DeepSpeedZeroOptimizer, "(self)")
     def _link_all_hp_params(self) -> None:
@@ -153,20 +126,40 @@ class ZeroOptimizer(CorrectedSteps, DeepSpeedZeroOptimizer):
         super()._link_all_hp_params()
         self.bit16_groups = model_order
 
-    @cached_property
-    def _has_buckets(self) -> bool:
-        """Whether gradients are reduced in ``Gradients``.
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The unreduced gradient of ``parameter`` on this rank; ZeRO 1 only."""
+        return self.get_param_gradient_attribute(parameter)
 
-        DeepSpeed's own reduction is used with CPU offload, and without a gradient norm, which decides about skipping.
-        """
-        return self.compute_grad_norm and not self.cpu_offload
+    def step(self, closure: None = None) -> None:
+        """Update the weights, unless the gradient is not finite."""
+        super().step()
+        self.skipped = self.overflow
 
-    @cached_property
-    def _first_uses(self) -> list[int]:
-        """Position in the model of the first parameter of each parameter group."""
-        return [min(self._positions[parameter] for parameter in group) for group in self.bit16_groups]
 
-    def _bucket(self, number: int, *, is_sharded: bool) -> GradientBucket:
+class BucketedZeroOptimizer(ZeroOptimizer):
+    """The optimizer of ZeRO 1 and 2, with gradients in ``Gradients``."""
+
+    def __init__(self, *arguments: Any, how: Reductions, **options: Any):
+        super().__init__(*arguments, **options)
+        self._layout, groups = how.layout, self.bit16_groups
+        first_uses = [min(how.positions[parameter] for parameter in group) for group in groups]
+        self.weights = ShardedWeights(
+            groups,
+            self.bit16_groups_flat,
+            self.parallel_partitioned_bit16_groups,
+            self.real_dp_process_group,
+            first_uses,
+            how.reduced_last,
+        )
+        is_sharded = self.partition_gradients and not how.coalesces
+        buckets = [self._bucket(number, how, is_sharded=is_sharded) for number in range(len(groups))]
+        passes = (lambda: 1) if is_sharded else how.micro_batches
+        self.gradients = Gradients(buckets, passes if how.overlaps else None, first_uses)
+        self.use_grad_accum_attribute = False  # gradients are in the buckets
+        parameters = (parameter for group in groups for parameter in group)
+        self._summed_over_tensor_ranks = set(take_gradient_sums(parameters, how.layout.tensor_group))
+
+    def _bucket(self, number: int, how: Reductions, *, is_sharded: bool) -> GradientBucket:
         parameters, summed = self.round_robin_bit16_groups[number], self.gradient_accumulation_dtype
         divisor = self.dp_process_group.size() / self.sequence_parallel_size if self.gradient_average else 1.0
         before = self.gradient_predivide_factor if self.postscale_gradients else divisor
@@ -176,51 +169,32 @@ class ZeroOptimizer(CorrectedSteps, DeepSpeedZeroOptimizer):
             self.real_dp_process_group[number],
             dtype=summed,
             paddings=self.round_robin_bit16_padding[number],
-            sent_dtype=torch.float32 if self.sequence_parallel_size > 1 else self._sent_dtype or summed,
+            sent_dtype=torch.float32 if self.sequence_parallel_size > 1 else how.sent_dtype or summed,
             divisor=divisor / before,
             divisor_before=before,
             scatters=self.reduce_scatter,
             is_sharded=is_sharded,
-            is_last=not self._reduced_last.isdisjoint(parameters),
-            adds_together=self._adds_together,
+            is_last=not how.reduced_last.isdisjoint(parameters),
+            adds_together=how.adds_together,
         )
 
     @overrides(DeepSpeedZeroOptimizer, "(self)")
     def create_gradient_handling_hooks(self) -> None:
-        """Register DeepSpeed's hooks, unless ``Gradients`` has registered its own."""
-        if not self._has_buckets:
-            super().create_gradient_handling_hooks()
+        """Register none: ``Gradients`` registers its own."""
 
     @overrides(DeepSpeedZeroOptimizer, "(self, set_to_none=True)")
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
-        if self.gradients is None:
-            super().zero_grad(set_to_none)
-        else:
-            self.gradients.begin_step()
-            self.averaged_gradients.update(dict.fromkeys(self.averaged_gradients))
+        self.gradients.begin_step()
+        self.averaged_gradients.update(dict.fromkeys(self.averaged_gradients))
 
     @overrides(DeepSpeedZeroOptimizer, "(self, pipeline_parallel=False)")
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Average the gradients of a step over the data-parallel ranks (ZeRO 1)."""
-        if self.gradients is None:
-            super().reduce_gradients(pipeline_parallel)
-        else:
-            self._reduce(self.gradients)
-
-    @overrides(DeepSpeedZeroOptimizer, "(self)")
-    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Average the gradients of a micro-batch over the data-parallel ranks (ZeRO 2)."""
-        if self.gradients is None:
-            super().overlapping_partition_gradients_reduce_epilogue()
-        else:
-            self._reduce(self.gradients)
-
-    def _reduce(self, gradients: Gradients) -> None:
-        gradients.reduce()
+        """Average the gradients of a step (ZeRO 1) or a micro-batch (ZeRO 2) over the data-parallel ranks."""
+        self.gradients.reduce()
         # The empty tensor is for ranks with nothing to sum in their parts: all ranks must call the same collectives.
-        summed = [gradients.parts[0][:0]] if self._summed_over_tensor_ranks else []
-        for number, part in enumerate(gradients.parts):
+        summed = [self.gradients.parts[0][:0]] if self._summed_over_tensor_ranks else []
+        for number, part in enumerate(self.gradients.parts):
             pieces = self._pieces[number]
             averaged = [part[piece.start : piece.start + piece.length] for piece in pieces]
             summed += [gradient for gradient, piece in zip(averaged, pieces, strict=True) if piece.is_summed]
@@ -228,17 +202,17 @@ class ZeroOptimizer(CorrectedSteps, DeepSpeedZeroOptimizer):
         if self.is_gradient_accumulation_boundary():
             sum_together(summed, self._layout.tensor_group)
 
+    @overrides(DeepSpeedZeroOptimizer, "(self)")
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+        """``reduce_gradients`` of ZeRO 2."""
+        self.reduce_gradients()
+
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """The unreduced gradient of ``parameter`` on this rank; ZeRO 1 only."""
-        return self.get_param_gradient_attribute(parameter) if self.gradients is None else self.gradients.of(parameter)
+        return self.gradients.of(parameter)
 
     @overrides(DeepSpeedZeroOptimizer, "(self, closure=None)")
     def step(self, closure: None = None) -> None:
         """Update the weights, unless the gradient is not finite."""
-        if self.gradients is None:
-            super().step()
-            self.skipped = self.overflow
-            return
         parts = in_type(self.gradients.parts, self.master_weights_and_grads_dtype)
         norm = self._norm(parts)
         self._global_grad_norm = norm / self.loss_scale
@@ -325,13 +299,27 @@ def _mark_unless_finite(norm: Tensor, device: Any = None, val: float = -1.0) -> 
     norm.masked_fill_(~norm.isfinite(), val)
 
 
+def _has_buckets(options: Mapping[str, Any]) -> bool:
+    """Whether gradients are reduced in ``Gradients``, with DeepSpeed's ``options`` of the optimizer.
+
+    Not with CPU offload, and not without a gradient norm, which decides about skipping.
+    """
+    offload = options["offload_optimizer_config"]
+    return options["compute_grad_norm"] and (offload is None or offload.device == "none")
+
+
 @contextmanager
-def corrected_optimizers(**options: Any) -> Iterator[None]:
-    """A context in which DeepSpeed creates the optimizers of this module, with ``options`` of ``ZeroOptimizer``."""
+def corrected_optimizers(how: Reductions) -> Iterator[None]:
+    """A context in which DeepSpeed creates the optimizers of this module."""
+
+    def zero_optimizer(*arguments: Any, **options: Any) -> ZeroOptimizer:
+        if _has_buckets(options):
+            return BucketedZeroOptimizer(*arguments, how=how, **options)
+        return ZeroOptimizer(*arguments, **options)
+
     stage3.mask_nan_or_inf_with_val_inplace = _mark_unless_finite
-    ours = partial(ZeroOptimizer, **options)
     with (
-        replaced(deepspeed.runtime.engine, DeepSpeedZeroOptimizer=ours),
+        replaced(deepspeed.runtime.engine, DeepSpeedZeroOptimizer=zero_optimizer),
         replaced(stage3, DeepSpeedZeroOptimizer_Stage3=Zero3Optimizer),
     ):
         yield
