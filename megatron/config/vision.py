@@ -14,6 +14,10 @@ PIXELS = {
     "siglip": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
 """Encoder kind to the mean and standard deviation, per RGB channel in [0, 1], that normalize its pixels."""
+PADDED = {
+    encoder: "pad #" + "".join(f"{int(channel * 255):02x}" for channel in mean) for encoder, (mean, _) in PIXELS.items()
+}
+"""``image_fit`` of images that are padded with the mean color of an encoder."""
 PARTS = ("vision", "projector", "language")
 """Parts of a vision-language model. Any other model has only ``language``."""
 

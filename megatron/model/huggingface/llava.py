@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.common.errors import CheckpointError, shown
 from megatron.config import ModelConfig
-from megatron.config.vision import PIXELS, STRETCH
+from megatron.config.vision import PADDED, PIXELS, STRETCH
 from megatron.model.architectures import LLAVA
 from megatron.model.huggingface.formats import TOWER, Fields, Format, Names, config_from, config_to, named
 from megatron.model.huggingface.llama import LLAMA_FORMATS, family_of
@@ -104,7 +104,7 @@ def read_image_fit(tree: Mapping[str, Any], config: ModelConfig, path: Path) -> 
     ]:
         raise CheckpointError(problems)
     if given["do_pad"]:
-        return "pad #" + "".join(f"{int(channel * 255):02x}" for channel in mean)
+        return PADDED[config.vision_encoder]
     return "crop" if given["size"] == shortest else STRETCH
 
 

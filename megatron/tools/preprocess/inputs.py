@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.common.errors import ConfigError, DataError
 from megatron.common.reading import read_json
-from megatron.config.vision import STRETCH
+from megatron.config.vision import PADDED, STRETCH
 from megatron.model.huggingface import HF_CONFIG, read_config
 from megatron.model.huggingface import read_json as read_settings
 from megatron.tools.command_line import ToolParser, check_values
@@ -94,7 +94,7 @@ def text_size(paths: Sequence[Path], kind: str | None) -> int | None:
 
 
 _IMAGE_FLAGS = ("--image-folder", "--vision-image-size", "--image-tokens", "--image-token-id", "--image-fit")
-_FITS = {STRETCH: STRETCH, "crop": "crop", "pad": "pad #7a7468"}  # the mean color of CLIP
+_FITS = {STRETCH: STRETCH, "crop": "crop", "pad": PADDED["clip"]}
 
 
 def add_image_flags(parser: ToolParser) -> None:
