@@ -226,6 +226,11 @@ def test_an_empty_value_is_none_of_a_flag_that_has_no_empty_default() -> None:
         parser.parse_args(["--prefix", ""])
 
 
+def test_every_program_names_its_architecture() -> None:
+    programs = sorted(ROOT.glob("pretrain_*.py"))
+    assert {read_architecture(program).name for program in programs} == {"BERT", "GPT-2", "LLaVA", "T5"}
+
+
 def test_a_program_that_exits_is_none(tmp_path: Path) -> None:
     (tmp_path / "exits.py").write_text("raise SystemExit(0)")
     with pytest.raises(ConfigError, match="cannot be loaded .SystemExit: 0"):
