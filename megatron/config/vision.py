@@ -96,7 +96,7 @@ class VisionConfig:
     def vision_layers(self) -> int:
         """Encoder layers that are computed, numbered before the language model's layers; 0 without an encoder."""
         layer, count = self.vision_feature_layer, self.vision_num_layers
-        return (layer if layer >= 0 else count + 1 + layer) if count else 0
+        return max(layer if layer >= 0 else count + 1 + layer, 0) if count else 0
 
     @property
     def has_class_token(self) -> bool:
