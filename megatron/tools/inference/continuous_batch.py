@@ -29,6 +29,8 @@ class Piece(NamedTuple):
     ``error`` if its logits are not finite."""
     logprobs: Logprobs | None = None
     """Log-probabilities, if requested and if there is a token."""
+    offset: int = 0
+    """Number of characters of the completion before the token, also of those that are held back."""
 
 
 class Joining(NamedTuple):
@@ -64,6 +66,8 @@ class Detokenizer:
         """Number of tokens whose text is returned or pending; later tokens are decoded from ``_begin`` on."""
         self._begin = 0
         self._pending = ""
+        self.length = 0
+        """Number of complete characters, returned or pending."""
         self.stopped = False
         """Whether a stop string was found."""
 
@@ -86,6 +90,7 @@ class Detokenizer:
         if not allow_incomplete and text.endswith(_INCOMPLETE):
             return ""
         self._begin, self._decoded_to = self._decoded_to, len(self._tokens)
+        self.length += max(len(text) - len(before), 0)
         return text[len(before) :]
 
     def _release(self, text: str) -> str:
@@ -128,11 +133,11 @@ class Writer:
         self.tokens.append(token)
         if token in ends:
             return Piece(self.prompt, self.sample, None, self.text.finish(), "stop")
-        text = self.text.push(token)
+        offset, text = self.text.length, self.text.push(token)
         if not self.text.stopped and not self.tokens_left:
             text += self.text.finish()
         reason = "stop" if self.text.stopped else None if self.tokens_left else "length"
-        return Piece(self.prompt, self.sample, token, text, reason)
+        return Piece(self.prompt, self.sample, token, text, reason, offset=offset)
 
     def fail(self) -> Piece:
         """End the completion with an error, without a token."""

@@ -27,7 +27,6 @@ class CompletionResponse:
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         echoed = request.texts if request.echo else [""] * len(request.prompts)
         self._beginnings = [text for text in echoed for _ in range(request.n)]
-        self._lengths = [len(text) for text in self._beginnings]
         self._tokens = 0
 
     async def complete(self, pieces: AsyncIterator["Piece"]) -> dict[str, Any]:
@@ -92,11 +91,9 @@ class CompletionResponse:
         """Count the token of a piece. Returns the index of its choice, and its log-probabilities if it has any."""
         self._tokens += piece.token is not None
         index = piece.prompt * self._request.n + piece.sample
-        offset = self._lengths[index]
-        self._lengths[index] += len(piece.text)
         if piece.token is None or piece.logprobs is None:
             return index, []
-        return index, [(piece.token, piece.logprobs, offset)]
+        return index, [(piece.token, piece.logprobs, piece.offset)]
 
     def _usage(self) -> dict[str, int]:
         prompt = sum(map(len, self._request.prompts))

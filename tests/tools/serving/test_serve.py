@@ -43,6 +43,8 @@ def test_a_stop_string_ends_a_text_and_is_no_part_of_it(server):
     text = server.texts(**HELLO)[0]
     choice = server.complete(**HELLO, stop=["never there", text[4:6]])["choices"][0]
     assert choice["text"] == text[: text.index(text[4:6])] and choice["finish_reason"] == "stop"
+    plain, held = (server.complete(**HELLO, logprobs=0, stop=stop)["choices"][0] for stop in ([], [f"{text[3]}no"]))
+    assert held == plain and len({*plain["logprobs"]["text_offset"]}) > 3, "offsets of text that is held back"
 
 
 def test_streamed_pieces_equal_the_completion(server):
