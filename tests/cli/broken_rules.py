@@ -130,7 +130,7 @@ t5 --position-embedding-type learned_absolute --max-position-embeddings 32 --dec
     --max-position-embeddings 64
 llava --vision-feature-layer 4
     --vision-feature-layer 3
-llava --vision-feature-layer -9
+llava --vision-feature-layer -5
     --vision-feature-layer -1
 llava --model-parallel-size 2 --vision-num-attention-heads 1
     --vision-num-attention-heads 2
