@@ -8,7 +8,7 @@ from itertools import groupby
 
 from megatron.config.fields import count, flag
 
-_expert_flag = partial(flag, models="gpt", needs="num_experts")
+_expert_flag = partial(flag, models="gpt", needs={"num_experts": "a single expert is an MLP"})
 _causal_flag = partial(flag, models="gpt")
 
 
@@ -45,7 +45,7 @@ class ExpertConfig:
         aliases=("topk",),
         within="[1, 65536]",
         needs={
-            "num_experts": "",
+            "num_experts": "a single expert is an MLP",
             "1: moe_router_pre_softmax": "the softmax over one logit is 1, and the router has no gradient",
         },
     )
