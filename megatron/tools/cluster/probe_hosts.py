@@ -162,7 +162,8 @@ def _run_probe(host: Host, command: Sequence[str], request: Mapping[str, Any], s
 def _sources() -> str:
     parts = (reading, fingerprint, machine_id, folder_lock.start_time, probe)
     lines = "\n".join(inspect.getsource(part) for part in parts).split("\n")
-    own = "\n".join(line for line in lines if not line.startswith("from megatron."))
+    # numpy is for the cache of hashes, which the probe does not use.
+    own = "\n".join(line for line in lines if not line.startswith(("from megatron.", "import numpy")))
     return f"from __future__ import annotations\n{own}"
 
 

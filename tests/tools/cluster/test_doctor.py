@@ -16,7 +16,8 @@ from support.programs import TINY_MODEL, Programs
 
 from megatron.launch.environment import free_port
 from megatron.tools.cluster.doctor import table
-from megatron.tools.cluster.probe_hosts import CheckResult
+from megatron.tools.cluster.hostfile import Host
+from megatron.tools.cluster.probe_hosts import CheckResult, _run_probe
 
 ROOT = Path(__file__).resolve().parents[3]
 SENT = "DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=lo\n"
@@ -274,6 +275,15 @@ def test_this_host_is_checked_without_ssh(folder: Path) -> None:
     assert {"data", "port", "folders", "all-reduce"} <= {line.split()[1] for line in printed.splitlines()[1:-1]}
     code, printed = without_sshd(folder, "--quick", "--num_gpus", "2")
     assert code == 0 and "not used: there is no hostfile" in printed and printed.endswith("1 host, 2 ranks: ready\n")
+
+
+def test_the_probe_needs_nothing_but_python(folder: Path) -> None:
+    """A host may lack all packages, numpy too, which is then reported."""
+    data = [str(path.with_suffix("")) for path in (folder / "data").glob("*.idx")]
+    request = {"project": "", "files": {}, "data": data, "folders": {}, "port": None, "environ": {}, "leftovers": None}
+    report = _run_probe(Host("bare", ()), [sys.executable, "-S", "-"], request, seconds=60)
+    assert report.fact("software")["torch"] is None
+    assert data and all("value" in found for found in report.fact("data").values())
 
 
 @pytest.mark.parametrize(
