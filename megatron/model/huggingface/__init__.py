@@ -122,6 +122,7 @@ _TRAINING_FIELDS = frozenset(
     lora_rank lora_alpha lora_dropout lora_target moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_dtype moe_token_dispatcher_type moe_grouped_gemm moe_per_layer_logging text_seq_length text_samples
     images_per_micro_batch image_slots image_fit freeze_vision freeze_projector freeze_language_model vision_lr_mult
+    moe_expert_capacity_factor moe_pad_expert_input_to_capacity recompute_mlp_activation
     projector_lr_mult model_preset make_vocab_size_divisible_by bias_gelu_fusion bias_dropout_fusion compile tiled_mlp
     tiled_mlp_num_shards gradient_accumulation_fusion fp8_format fp8_recipe fp8_min_size
     fused_kernels attention_dropout hidden_dropout init_method_std
@@ -131,7 +132,7 @@ _TRAINING_FIELDS = frozenset(
     max_position_embeddings
     """.split()
 )
-"""Fields that change how a model is trained or executed, but not which function its weights compute."""
+"""Fields that change how a model is trained or executed, but not which function its weights compute in inference."""
 
 
 def shape_of(config: ModelConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,19 @@ def test_a_bias_that_no_t5_uses_is_ignored():
 def test_the_first_of_several_ends_is_the_end_of_a_document(tree: dict):
     for given in (5, [5, 6]):
         assert from_huggingface(tree | {"eos_token_id": given}, Path("config.json")).eod_token == 5
+
+
+@pytest.mark.parametrize(
+    ("tree", "changes"),
+    [
+        (GPT2, {"recompute_mlp_activation": True}),
+        (MIXTRAL, {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}),
+    ],
+)
+def test_settings_of_training_do_not_prevent_an_export(tree: dict, changes: dict):
+    config = from_huggingface(tree, Path("config.json"))
+    written = to_huggingface(replace(config, **changes), "float32")
+    assert from_huggingface(written, Path("config.json")) == config
 
 
 @pytest.mark.parametrize(
