@@ -70,11 +70,8 @@ class Owner:
 class FolderLock:
     """The lock of ``folder``, held by this process from ``take()`` to ``release()``.
 
-    Args:
-        folder: the locked folder.
-        name: name of the lock file; files with different names are different locks.
-        use: what the owner does, for messages.
-        when_lost: called, from another thread, with a message for the user when another process has taken the lock.
+    Files of different ``name`` are different locks. ``use`` is what the owner does, for messages. ``when_lost`` is
+    called, from another thread, with a message for the user when another process has taken the lock.
     """
 
     def __init__(

@@ -55,12 +55,8 @@ class BlendOrder:
     A data set with the share w has w * n of the first n samples, with an error below one: Tijdeman's solution of the
     chairman assignment problem. Each sample of a data set has a first and a last position (a deadline); of the samples
     that may take a position, the one with the earliest deadline takes it. The order does not depend on the number of
-    requested samples. It is computed for a window at a time, from only the last few samples before the window.
-
-    Args:
-        shares: share of each data set; they add up to 1.
-        samples: number of samples that are needed.
-        load: returns the arrays of ``BlendWindow.build``, such as from a cache.
+    requested samples. It is computed for a window at a time, from only the last few samples before the window;
+    ``load`` returns the arrays of ``BlendWindow.build``, such as from a cache.
     """
 
     def __init__(

@@ -151,9 +151,7 @@ class IndexedDatasetBuilder:
 class SequenceBuilder:
     """Megatron-LM's builder: sequences are added one at a time, documents end, and ``finalize`` writes the index.
 
-    Args:
-        out_file: path of the ``.bin`` file.
-        vocab_size: tokens must be below it; without it any tokens are stored as int32.
+    ``out_file`` is the ``.bin`` file. Without ``vocab_size``, which limits tokens, they are stored as int32.
     """
 
     def __init__(self, out_file: str | Path, vocab_size: int | None = None) -> None:

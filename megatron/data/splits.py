@@ -97,12 +97,7 @@ class OrderedSamples(ABC):
 
 
 class SourceSamples(OrderedSamples):
-    """Base class of samples of one source. Subclasses take (data, split name, source, samples, vocab_size, seed).
-
-    Attributes:
-        indexed: the data set.
-        documents: the documents to use.
-    """
+    """Base class of samples of one source. Subclasses take (data, split name, source, samples, vocab_size, seed)."""
 
     def __init__(self, source: Source, samples: int, epochs: int = 1) -> None:
         if epochs > _MAX_EPOCHS:

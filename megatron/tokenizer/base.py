@@ -104,10 +104,7 @@ def library_errors(task: str = "encode this text") -> Iterator[None]:
 class RustTokenizer(Tokenizer):
     """A tokenizer of the library ``tokenizers``.
 
-    Args:
-        encoder: the library's tokenizer. It must not recognize special tokens in texts. None if a subclass overrides
-            ``_encoder``.
-        vocab_size: number of ids.
+    Its ``encoder`` must not recognize special tokens in texts; it is None if a subclass overrides ``_encoder``.
     """
 
     def __init__(self, encoder: tokenizers.Tokenizer | None, vocab_size: int) -> None:

@@ -28,7 +28,6 @@ class HuggingFaceTokenizer(RustTokenizer):
     WordLevel and Unigram models are an exception: a special token may be a word of their vocabulary.
 
     Attributes:
-        path: path of the tokenizer.json.
         vocab_size: the highest id plus one, including added tokens, or the argument ``vocab_size``.
         eod: id of the eos_token in the first of ``CONFIG_FILES`` that has one.
         other_ends: the eos_token_id, one or several, of generation_config.json, or else of config.json.
@@ -174,13 +173,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
     """The tokenizer of a SentencePiece model, a file such as tokenizer.model. Needs the package ``sentencepiece``.
 
     ``tokenize`` adds no special token, and SentencePiece does not look for control tokens in texts. ``detokenize``
-    drops control tokens, such as the end of a document.
-
-    Attributes:
-        vocab_size: number of pieces, or the argument ``vocab_size``.
-        eod: id of the model's end-of-sentence token, usually ``</s>``, or of ``eod_token``.
-        bos: id of the model's beginning-of-sentence token; None without one.
-        special_tokens: ids of the control tokens by their text.
+    drops control tokens, such as the end of a document. ``eod`` is the model's end of a sentence, usually ``</s>``, or
+    ``eod_token``; ``special_tokens`` are the control tokens.
     """
 
     tokens: int

@@ -109,9 +109,6 @@ class WhitespaceTokenizer(Tokenizer):
     The vocabulary is a ``vocab.json`` with ``<unk>`` and ``<|endoftext|>``. ``<|endoftext|>`` in a text is an unknown
     word, not the end of a document. ``merge_file`` is ignored, because command lines for Megatron-LM give
     ``--merge-file`` with any tokenizer.
-
-    Attributes:
-        unk: id of ``<unk>``.
     """
 
     unk: int

@@ -48,11 +48,8 @@ def weighted(
 
     DeepSpeed averages over the micro-batches of an iteration and over the data-parallel ranks of ``group``. If
     micro-batches have different numbers of unmasked tokens (``masks``), the average of their means is not the mean over
-    all tokens; so each token is weighted with 1 / (number of unmasked tokens in the global batch).
-
-    Args:
-        micro_batches: on the device that ``group`` communicates on; loss masks [b, s], or [b] with one label a sample.
-        accumulated: number of micro-batches of each iteration.
+    all tokens; so each token is weighted with 1 / (number of unmasked tokens in the global batch). Micro-batches, on
+    the device of ``group``, have loss masks [b, s], or [b] with one label a sample; an iteration has ``accumulated``.
     """
     for number in accumulated:
         batch = list(islice(micro_batches, number))
