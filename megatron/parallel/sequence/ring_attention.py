@@ -35,6 +35,10 @@ class Block(NamedTuple):
     """Positions of the keys in the sequence, if there is a mask."""
 
 
+Index = tuple[slice, slice, slice]
+"""Samples, heads and tokens of a block."""
+
+
 @dataclass(frozen=True)
 class RingAttention:
     """Attention of this rank's tokens to the entire sequence: [b, n, s/R, d], 2 x [b, g, s/R, d] -> [b, n, s/R, d].
@@ -65,16 +69,21 @@ class RingAttention:
         return steps_within(size, apart, self.causal)
 
     def blocks(
-        self, source: int, query: Tensor, segment_ids: Tensor | None
-    ) -> Iterator[tuple[slice, Block, Tensor | None]]:
-        """The (samples, block, mask) triples for this rank's queries and the keys of rank ``source``."""
+        self, source: int, query: Tensor, segment_ids: Tensor | None, seed: int
+    ) -> Iterator[tuple[Index, Index, tuple[Tensor | None, bool, int]]]:
+        """(queries, keys, options) of each block of this rank's queries and the keys of rank ``source``.
+
+        Options are the last arguments of the kernel: mask, whether it is causal, and its seed, derived from ``seed``.
+        """
         ranks = self.group.rank(), source, self.group.size(), query.size(2) // 2, self.causal, self.window
-        if segment_ids is None:
-            yield from ((slice(None), block, self.mask(block, None, query)) for block in attending(*ranks))
-            return
-        for sample, lengths in enumerate(document_lengths(segment_ids)):
-            for block in attending(*ranks, lengths):
-                yield slice(sample, sample + 1), block, self.mask(block, segment_ids[sample], query)
+        parts: list[tuple[slice, Tensor | None, Sequence[int]]] = [(slice(None), None, ())]
+        if segment_ids is not None:
+            lengths = document_lengths(segment_ids)
+            parts = [(slice(n, n + 1), segment_ids[n], documents) for n, documents in enumerate(lengths)]
+        blocks = ((samples, ids, block) for samples, ids, each in parts for block in attending(*ranks, each))
+        for number, (samples, ids, block) in enumerate(blocks):
+            options = self.mask(block, ids, query), block.limit == "causal", _block_seed(seed, source, number)
+            yield (samples, slice(None), block.queries), (samples, slice(None), block.keys), options
 
     def mask(self, block: Block, ids: Tensor | None, query: Tensor) -> Tensor | None:
         """The mask [q, k] of ``block``, boolean or additive, or None. ``ids`` [s] are the sample's segment ids."""
@@ -199,9 +208,7 @@ class _RingAttention(torch.autograd.Function):
         steps = ring.steps(query.size(2), segment_ids)
         sources = of_each_rank(torch.stack([key, value]), ring.group, gathers=ring.gathers, steps=steps)
         for source, (keys, values) in sources:
-            for number, (samples, block, mask) in enumerate(ring.blocks(source, query, segment_ids)):
-                rows, columns = (samples, slice(None), block.queries), (samples, slice(None), block.keys)
-                options = mask, block.limit == "causal", _block_seed(ctx.seed, source, number)
+            for rows, columns, options in ring.blocks(source, query, segment_ids, ctx.seed):
                 part = ring.kernel.forward(query[rows], keys[columns], values[columns], *options)
                 merge(context[rows], logsumexp[rows], *part)
         context = context.to(query.dtype)
@@ -216,22 +223,10 @@ class _RingAttention(torch.autograd.Function):
         def contribution(source: int, keys_values: Tensor) -> Tensor:
             total = torch.zeros_like(keys_values, dtype=torch.float32)
             keys, values = keys_values
-            for number, (samples, block, mask) in enumerate(ring.blocks(source, query, segment_ids)):
-                rows, columns = (samples, slice(None), block.queries), (samples, slice(None), block.keys)
-                grads = ring.kernel.backward(
-                    grad[rows],
-                    query[rows],
-                    keys[columns],
-                    values[columns],
-                    context[rows],
-                    logsumexp[rows],
-                    mask,
-                    block.limit == "causal",
-                    _block_seed(ctx.seed, source, number),
-                )
-                for gradient, block_gradient in zip(
-                    (query_grad[rows], total[0][columns], total[1][columns]), grads, strict=True
-                ):
+            for rows, columns, options in ring.blocks(source, query, segment_ids, ctx.seed):
+                block = grad[rows], query[rows], keys[columns], values[columns], context[rows], logsumexp[rows]
+                sums = query_grad[rows], total[0][columns], total[1][columns]
+                for gradient, block_gradient in zip(sums, ring.kernel.backward(*block, *options), strict=True):
                     gradient.add_(block_gradient)
             return total
 
