@@ -55,11 +55,8 @@ class Engine(DeepSpeedEngine):
     """Terms of the loss of the last global batch by name, [] each, averaged like the loss."""
 
     def __init__(self, *arguments: Any, run: RunConfig, layout: ParallelLayout, **options: Any):
-        self.layout = layout
+        self.layout, self._run = layout, run
         self._data_group = layout.get_sequence_data_parallel_group()
-        self._coalesces_grad_reduction = run.coalesces_grad_reduction
-        self._overlaps_grad_reduce = run.overlaps_grad_reduce
-        self._adds_together = not run.model.gradient_accumulation_fusion
         with reports_optional():
             super().__init__(*arguments, **options)
         self.routers = routers(self.module)
@@ -116,9 +113,9 @@ class Engine(DeepSpeedEngine):
             reduced_last=self._reduced_last(),
             micro_batches=self.gradient_accumulation_steps,
             sent_dtype=self._config.communication_data_type,
-            coalesces=self._coalesces_grad_reduction,
-            overlaps=self._overlaps_grad_reduce,
-            adds_together=self._adds_together,
+            coalesces=self._run.coalesces_grad_reduction,
+            overlaps=self._run.overlaps_grad_reduce,
+            adds_together=not self._run.model.gradient_accumulation_fusion,
         )
         with corrected_optimizers(how):
             super()._configure_optimizer(client_optimizer, model_parameters)

@@ -32,7 +32,7 @@ class SequentialEngine(Engine):
             self.train()
         numbers = range(1, self.gradient_accumulation_steps() + 1)
         losses = []
-        if self._coalesces_grad_reduction:
+        if self._run.coalesces_grad_reduction:
             with self._reduced_once():
                 losses = [self._forward_and_backward(batches, number) for number in numbers]
             self._end_micro_batch(numbers[-1])
