@@ -97,7 +97,7 @@ def read_layer(given: Iterable[Given], parser: argparse.ArgumentParser, architec
     reader = _Reader(parser, architecture)
     for flag in given:
         reader.read(flag)
-    reader.layer.values = _merge_repetitions(_without_single_stage(reader.occurrences), reader.layer)
+    reader.layer.values = _merge_repetitions(_without_effect(reader.occurrences), reader.layer)
     return reader.layer
 
 
@@ -224,11 +224,19 @@ def _owner(field: Field) -> str:
     return f"{owner.name}'s, for {owner.program}"
 
 
-def _without_single_stage(occurrences: list[_Occurrence]) -> list[_Occurrence]:
-    """Drop a pipeline size of 1 next to --no-pipeline-parallel: scripts of Megatron-DeepSpeed give both."""
-    if all(flag != "--no-pipeline-parallel" for _, flag, _ in occurrences):
-        return occurrences
-    return [given for given in occurrences if (given[0], given[2].value) != ("pipe_parallel_size", 1)]
+def _without_effect(occurrences: list[_Occurrence]) -> list[_Occurrence]:
+    """Drop what scripts give to no effect.
+
+    It is a pipeline size of 1 next to --no-pipeline-parallel, in those of Megatron-DeepSpeed, and
+    --no-position-embedding next to RoPE, in those of Megatron-LM.
+    """
+    settings = {(name, value.value) for name, _, value in occurrences}
+    no_effect = set[tuple[str, object]]()
+    if any(flag == "--no-pipeline-parallel" for _, flag, _ in occurrences):
+        no_effect.add(("pipe_parallel_size", 1))
+    if settings & {("position_embedding_type", "rope"), ("position_embedding_type", "yarn")}:
+        no_effect.add(("position_embedding_type", "none"))
+    return [given for given in occurrences if (given[0], given[2].value) not in no_effect]
 
 
 def _merge_repetitions(occurrences: list[_Occurrence], layer: Layer) -> dict[str, Provided]:

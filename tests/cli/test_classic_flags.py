@@ -59,6 +59,8 @@ def read_command(command: str) -> ParsedRun:
     "words, same",
     [
         ("--pipeline-model-parallel-size 1 --no-pipeline-parallel", ""),
+        ("--no-position-embedding --use-rotary-position-embeddings", "--position-embedding-type rope"),
+        ("--position-embedding-type rope --no-position-embedding", "--position-embedding-type rope"),
         ("--global-batch-size 6", "--gas 3"),
         ("--zero_stage 1.0", "--zero-stage 1"),
         ("--use-distributed-optimizer", "--zero-stage 1"),
@@ -111,6 +113,7 @@ def test_settings_without_effect_are_warnings(words: str, warning: str) -> None:
         ("--recompute-method block", "--recompute-method: all layers are recomputed, fully or in part"),
         ("--retro-workdir x", "unknown flag --retro-workdir: see --help"),
         ("--pipe-parallel-size 2 --no-pipeline-parallel", "--pipe-parallel-size 2 and --no-pipeline-parallel set the"),
+        ("--position-embedding-type learned_absolute --no-position-embedding", "--position-embedding-type learned_ab"),
         ("--use-distributed-optimizer --zero-stage 2", "--use-distributed-optimizer and --zero-stage 2 set the same"),
         # Similar to a flag that accepts these values, and not read as that.
         ("--rampdown-batch-size 16 16 1000", "unknown flag --rampdown-batch-size: did you mean --rampup-batch-size?"),
