@@ -86,7 +86,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def _evaluate_vqa(args: argparse.Namespace, source: Source, seq_length: int) -> None:
     chat = ChatPrompts(template_of_model(source.found, source.tokenizer, args.chat_template), source.tokenizer)
-    limits = StoppingCriteria(seq_length, new_tokens=args.new_tokens, stop=chat.stop)
+    limits = StoppingCriteria(seq_length, new_tokens=args.new_tokens, stop=chat.stop, hidden=chat.hidden)
     questions = read_questions(args.valid_data, chat, ImageReader(source.config), limits)
     with opened(source, args) as model:
         is_main_rank = model.layout.rank == 0

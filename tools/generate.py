@@ -196,6 +196,7 @@ def _limits(args: argparse.Namespace, source: Source, chat: ChatPrompts | None) 
         # A text that is encoded takes no room from its target.
         slides=args.on_long_context == "slide" or source.config.encoder_num_layers > 0,
         stop=(*args.stop, *(chat.stop if chat else ())),
+        hidden=chat.hidden if chat else (),
     )
 
 

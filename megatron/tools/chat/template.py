@@ -234,6 +234,7 @@ class ChatPrompts:
 
     Attributes:
         stop: the special token with which the template ends an answer, unless it is the end-of-document token.
+        hidden: the special tokens, which no answer has: a message could not contain it.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
@@ -241,6 +242,7 @@ class ChatPrompts:
         special, end = special_tokens(tokenizer), template.turn_end()
         names = [text for text, id in special.items() if end.startswith(text) and id != tokenizer.eod]
         self.stop = tuple(names[:1])
+        self.hidden = tuple(sorted(special, key=len, reverse=True))
 
     def tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The prompt for the next message of the assistant. Raises DataError as ``ChatTemplate.prompt``."""

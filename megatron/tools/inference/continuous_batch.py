@@ -1,5 +1,6 @@
 """Continuous batching: completions of several requests are computed together, and join and leave between tokens."""
 
+import re
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -58,8 +59,12 @@ _CONTEXT = 8
 class Detokenizer:
     """Incremental detokenizer: the text that each new token adds, in complete characters and without stop strings."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()):
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = (), hidden: Sequence[str] = ()
+    ):
+        """``hidden`` are texts to leave out."""
         self._tokenizer = tokenizer
+        self._hidden = re.compile("|".join(map(re.escape, hidden)) or "(?!)")
         self._stop = tuple(stop)
         self._tokens = list(prompt[-_CONTEXT:])
         self._decoded_to = len(self._tokens)
@@ -80,7 +85,8 @@ class Detokenizer:
         """The remaining text after the last token; an incomplete character becomes U+FFFD."""
         if self.stopped:
             return ""
-        text = self._release(self._decoded(allow_incomplete=True)) + ("" if self.stopped else self._pending)
+        text = self._release(self._decoded(allow_incomplete=True))
+        text += "" if self.stopped else self._hidden.sub("", self._pending)
         self._pending = ""
         return text
 
@@ -99,10 +105,10 @@ class Detokenizer:
         ends = [end for stop in self._stop if (end := text.find(stop)) >= 0]
         if ends:
             self.stopped, self._pending = True, ""
-            return text[: min(ends)]
+            return self._hidden.sub("", text[: min(ends)])
         pending = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._pending = text[len(text) - pending :]
-        return text[: len(text) - pending]
+        return self._hidden.sub("", text[: len(text) - pending])
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -194,7 +200,9 @@ class ContinuousBatch:
             number,
             sample,
             new_tokens,
-            Detokenizer(self._tokenizer, prompt if self._model.continues else (), joining.limits.stop),
+            Detokenizer(
+                self._tokenizer, prompt if self._model.continues else (), joining.limits.stop, joining.limits.hidden
+            ),
             joining.request,
             sampling,
             sample_generator(sampling.seed, prompt, first + sample),

@@ -102,11 +102,12 @@ class TextGenerator:
             ends=self.tokenizer.ends,
             use_cache=self._use_cache,
         )
-        return [self._completion(prompt, hypothesis.tokens) for hypothesis in hypotheses]
+        return [self._completion(prompt, hypothesis.tokens, limits) for hypothesis in hypotheses]
 
-    def _completion(self, prompt: Sequence[int], tokens: Sequence[int]) -> Completion:
+    def _completion(self, prompt: Sequence[int], tokens: Sequence[int], limits: StoppingCriteria) -> Completion:
         completion = Completion()
-        writer = Writer(0, 0, len(tokens), Detokenizer(self.tokenizer, prompt if self.model.continues else ()))
+        text = Detokenizer(self.tokenizer, prompt if self.model.continues else (), hidden=limits.hidden)
+        writer = Writer(0, 0, len(tokens), text)
         for token in tokens:
             completion.add(writer.take(token, self.tokenizer.ends))
         return completion

@@ -32,6 +32,8 @@ class StoppingCriteria:
     """Whether a text may exceed the context, which then slides along the text."""
     stop: tuple[str, ...] = ()
     """Strings that end a text and are removed from it."""
+    hidden: tuple[str, ...] = ()
+    """Special tokens that are not written."""
 
     def longest(self, prompt: int) -> int:
         """Maximum number of tokens, including a prompt of ``prompt`` tokens.

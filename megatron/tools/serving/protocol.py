@@ -131,6 +131,8 @@ class CompletionRequest(_SharedFields):
     logprobs: int | None = None
     """Number of most likely tokens to return with each token; None without log-probabilities."""
     echo: bool = False
+    hidden: tuple[str, ...] = ()
+    """Special tokens that are not written."""
     has_seed: bool = True
     """Whether the seed is from the request."""
     prompts: tuple[tuple[int, ...], ...]
@@ -165,7 +167,8 @@ def read_chat(body: bytes, model: str, chat: ChatPrompts | None, limits: Request
     max_tokens = fields.max_completion_tokens or fields.max_tokens or room
     top = fields.top_logprobs if fields.logprobs else None
     stop = (*fields.stop, *chat.stop)
-    return _request(fields, max_tokens, limits, logprobs=top, prompts=(prompt,), texts=("",), stop=stop)
+    values = {"logprobs": top, "prompts": (prompt,), "texts": ("",), "stop": stop, "hidden": chat.hidden}
+    return _request(fields, max_tokens, limits, **values)
 
 
 def _chat_prompt(messages: list[dict[str, Any]], chat: ChatPrompts, limits: RequestLimits) -> tuple[int, ...]:

@@ -159,7 +159,7 @@ class RequestBatch(ContinuousBatch):
             logprobs=request.logprobs,
         )
         context = self._config.max_position_embeddings
-        limits = StoppingCriteria(context, new_tokens=request.max_tokens, stop=request.stop)
+        limits = StoppingCriteria(context, request.max_tokens, stop=request.stop, hidden=request.hidden)
         return Joining(number, request.prompts, sampling, limits, samples=request.n, varies=not request.has_seed)
 
 

@@ -178,3 +178,10 @@ def test_possible_stop_string_is_delayed(tokenizer):
     lines = [stream.push(token) for token in tokenizer.tokenize("xab")]
     assert "".join(lines) == "x"
     assert "".join(stream.push(token) for token in tokenizer.tokenize("d")) == "abd"
+
+
+@pytest.mark.parametrize(("stop", "text"), [((), "xab"), (("<|endoftext|>",), "x"), (("<|endoftext|>never",), "xab")])
+def test_special_tokens_are_not_written_in_a_chat(tokenizer, stop, text):
+    stream = Detokenizer(tokenizer, [], stop, hidden=("<|endoftext|>",))
+    tokens = [*tokenizer.tokenize("x"), tokenizer.eod, *tokenizer.tokenize("ab")]
+    assert "".join([*map(stream.push, tokens), stream.finish()]).startswith(text) and stream.stopped == (text == "x")

@@ -71,7 +71,7 @@ def test_a_mistake_is_named(body, param, message):
 class Chat:
     """A chat whose template writes what is said; a token is a character."""
 
-    stop = ()
+    stop = hidden = ()
 
     def text(self, messages):
         return "".join(
