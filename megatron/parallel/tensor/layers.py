@@ -9,6 +9,7 @@ Between layers every rank has full hidden states or, with ``sequence_dim``, a sh
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,13 +115,36 @@ def sharded_norm(norm: nn.Module, group: ProcessGroup) -> nn.Module:
     return norm
 
 
-class ColumnParallelLinear(DeferringModule):
+class _ParallelLinear(DeferringModule):
+    """Base class of linear layers whose weight is sharded over ``group``.
+
+    ``kernel`` computes the matmuls. Communication overlaps with them in ``chunks``, or ``BY_RANK``. The output of
+    ``lora(x)``, an adapter of the same layout, is added.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: ProcessGroup,
+        sequence_dim: int | None = None,
+        lora: nn.Module | None = None,
+        kernel: Callable[[], LinearKernel] = LinearKernel,
+        chunks: int = 1,
+    ):
+        super().__init__()
+        self.group, self.sequence_dim, self.lora = register_group(group), sequence_dim, lora
+        self.kernel, self.chunks = kernel(), chunks
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, sums_outputs: bool = False) -> Tensor:
+        options: dict[str, Any] = {"kernel": self.kernel, "deferred": self.deferred, "chunks": self.chunks}
+        return linear(x, weight, bias, self.group, self.sequence_dim, sums_outputs=sums_outputs, **options)
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """Column-parallel linear layer, y = x W^T + b with W sharded along the outputs: [.., i] -> [.., o/t].
 
-    ``activation(y, bias)`` replaces the addition of the bias, for a fused kernel. The output of ``lora(x)``, an adapter
-    of the same layout, is added. With ``parts`` there are several matrices W [parts, o, i], each of which is sharded;
-    their outputs are concatenated, [.., parts x o/t]. ``kernel`` computes the matmuls. Their input is gathered in
-    ``chunks``, or ``BY_RANK``.
+    ``activation(y, bias)`` replaces the addition of the bias, for a fused kernel. With ``parts`` there are several
+    matrices W [parts, o, i], each of which is sharded; their outputs are concatenated, [.., parts x o/t].
     """
 
     def __init__(
@@ -128,43 +152,22 @@ class ColumnParallelLinear(DeferringModule):
         input_size: int,
         output_size: int,
         *,
-        group: ProcessGroup,
         init: WeightInit,
         has_bias: bool = True,
         parts: int = 1,
         activation: Callable[[Tensor, Tensor], Tensor] | None = None,
-        sequence_dim: int | None = None,
-        lora: nn.Module | None = None,
-        kernel: Callable[[], LinearKernel] = LinearKernel,
-        chunks: int = 1,
+        **options: Any,
     ):
-        super().__init__()
-        self.group = group
-        self.sequence_dim = sequence_dim
-        self.kernel = kernel()
-        self.chunks = chunks
-        register_group(group)
+        super().__init__(**options)
         self.activation = activation
-        stack = () if parts == 1 else (parts,)
-        self.weight = sharded_parameter(init.draw((*stack, output_size, input_size)), dim=len(stack), group=group)
-        self.bias = None
-        if has_bias:
-            self.bias = mark_sharded(nn.Parameter(torch.zeros(*stack, output_size // group.size())), dim=len(stack))
-        self.lora = lora
+        stack, rows = () if parts == 1 else (parts,), output_size // self.group.size()
+        self.weight = sharded_parameter(init.draw((*stack, output_size, input_size)), dim=len(stack), group=self.group)
+        self.bias = mark_sharded(nn.Parameter(torch.zeros(*stack, rows)), dim=len(stack)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.flatten(0, -2), None if self.bias is None else self.bias.flatten()
         is_fused = self.activation is not None and bias is not None
-        y = linear(
-            x,
-            weight,
-            None if is_fused else bias,
-            self.group,
-            self.sequence_dim,
-            kernel=self.kernel,
-            deferred=self.deferred,
-            chunks=self.chunks,
-        )
+        y = self._linear(x, weight, None if is_fused else bias)
         if self.lora is not None:
             y = y + self.lora(x)
         if self.activation is not None and bias is not None:
@@ -172,51 +175,19 @@ class ColumnParallelLinear(DeferringModule):
         return y
 
 
-class RowParallelLinear(DeferringModule):
-    """Row-parallel linear layer, y = x W^T + b with W sharded along the inputs: [.., i/t] -> [.., o].
+class RowParallelLinear(_ParallelLinear):
+    """Row-parallel linear layer, y = x W^T + b with W sharded along the inputs: [.., i/t] -> [.., o]."""
 
-    The output of ``lora(x)``, an adapter, is added. ``kernel`` computes the matmul. Its output is summed in ``chunks``,
-    or ``BY_RANK``.
-    """
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        group: ProcessGroup,
-        init: WeightInit,
-        has_bias: bool = True,
-        sequence_dim: int | None = None,
-        lora: nn.Module | None = None,
-        kernel: Callable[[], LinearKernel] = LinearKernel,
-        chunks: int = 1,
-    ):
-        super().__init__()
-        self.group = group
-        self.sequence_dim = sequence_dim
-        self.kernel = kernel()
-        self.chunks = chunks
-        register_group(group)
-        self.weight = sharded_parameter(init.draw((output_size, input_size)), dim=1, group=group)
+    def __init__(self, input_size: int, output_size: int, *, init: WeightInit, has_bias: bool = True, **options: Any):
+        super().__init__(**options)
+        self.weight = sharded_parameter(init.draw((output_size, input_size)), dim=1, group=self.group)
         self.bias = nn.Parameter(torch.zeros(output_size)) if has_bias else None
-        if self.bias is not None and sequence_dim is not None:
-            all_reduce_gradient(self.bias, group)
-        self.lora = lora
+        if self.bias is not None and self.sequence_dim is not None:
+            all_reduce_gradient(self.bias, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias if self.group.size() == 1 else None  # otherwise it is added after the reduction
-        y = linear(
-            x,
-            self.weight,
-            bias,
-            self.group,
-            self.sequence_dim,
-            kernel=self.kernel,
-            deferred=self.deferred,
-            sums_outputs=True,
-            chunks=self.chunks,
-        )
+        y = self._linear(x, self.weight, bias, sums_outputs=True)
         if self.bias is not None and bias is None:
             y = y + self.bias
         return y if self.lora is None else y + self.lora(x)
