@@ -12,7 +12,11 @@ import pytest
 from support.programs import Programs
 from support.ranks import in_new_process
 
+from megatron.cli import read_run
+from megatron.common.errors import ConfigError
+from megatron.model.architectures import GPT2
 from megatron.tools.communication.check import Call, Counterexample, Event, Issue, Trace, Wait, check, programs
+from megatron.tools.communication.request import make_starts
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt2.py"
 FLAGS = (
@@ -202,7 +206,7 @@ def verify_layouts(folder: Path) -> dict[str, list[tuple[list[str], list[str]]]]
     Of more ranks than are run, also with empty batches and resumed; some are compared with those that stand for them,
     and the checkpoint lacks their files.
     """
-    from megatron.tools.communication.request import EVERY_RANK, make_starts
+    from megatron.tools.communication.request import EVERY_RANK
     from megatron.tools.communication.verify import verify
 
     words = " ".join(FLAGS[: FLAGS.index("--model-parallel-size")]).replace("--train-iters 2 ", "").split()
@@ -240,6 +244,33 @@ def test_a_layout_loads_the_checkpoint_of_the_one_before(tmp_path: Path) -> None
     starts: dict[str, list] = {"fresh start": [], "empty batches": [], "resumed": []}
     found = {"tp1-pp1-dp2-zero1": starts, "tp2-pp0-dp1-zero1": {**starts, "from tp1-pp1-dp2-zero1": []}}
     assert in_new_process(verify_in_turn, tmp_path) == found
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--train-iters 20 --save s --save-interval 3 --rewind-on-spike --spike-factor 3",
+        "--train-iters 20 --auto-resume --save s --load-strict --keep-last 2 --async-save --override --no-save-optim",
+        "--train-iters 20 --load s --skip-train",
+        "--train-iters 20 --profile-dir p --profile-steps 2:3 --flops-profile-step 2 --trace t --trace-steps 2:3",
+        "--train-iters 20 --wandb-project p --wandb-exp-name n --mlflow-experiment e",
+        "--train-samples 64 --rampup-batch-size 4 2 8",
+        "--train-samples 64 --step-batch-size-schedule 0:4,256:8",
+    ],
+)
+def test_every_start_accepts_what_a_run_has(flags: str) -> None:
+    """A setting of an output is left out with the flag that it needs."""
+    words = FLAGS[: FLAGS.index("--batch-size")] + ["--batch-size", "1", "--lr", "1e-3", *flags.split()]
+    words += ["--global-batch-size", "8"] if "step-batch-size" not in flags else []
+    _, starts = make_starts(words, 2, {"DS_ACCELERATOR": "cuda"}, PROGRAM)
+    for start in starts:
+        environ = {"DS_ACCELERATOR": "cuda", "WORLD_SIZE": str(start.world_size)}
+        assert read_run(start.arguments, environ, GPT2).problems == [], start.name
+
+
+def test_offloaded_state_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--offload-optimizer cpu is not supported"):
+        make_starts([*FLAGS[:-4], "--offload-optimizer", "cpu"], 2, {"DS_ACCELERATOR": "cuda"}, PROGRAM)
 
 
 FAULTY = """

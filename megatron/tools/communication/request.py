@@ -1,5 +1,6 @@
 """The runs to record, as command lines: fresh, with empty batches, resumed, resharded. No torch here."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,8 @@ _REPLACED = (
     "save", "load", "auto_resume", "async_save", "save_interval", "exit_interval", "exit_duration_in_mins",
     "snapshot_interval", "snapshot_dir", "eval_interval", "log_interval", "num_workers", "metrics_file", "trace",
     "run_dir", "tensorboard_dir", "profile_dir", "local_rank", "load_hf", "no_load_optim", "no_load_rng", "finetune",
-    "data_cache_path",
+    "data_cache_path", "no_save_optim", "load_strict", "skip_train", "rewind_on_spike", "spike_factor", "trace_steps",
+    "profile_steps", "flops_profile_step", "wandb_project", "wandb_exp_name", "mlflow_experiment",
 )  # fmt: skip
 _LAYOUT_FLAGS = (
     *LAYOUT_FIELDS, "tp_comm_overlap", "micro_batch_size", "gradient_accumulation_steps", "global_batch_size",
@@ -66,10 +68,16 @@ def make_starts(
     resuming = (*given, *common, "--auto-resume", "--async-save", "--save-interval", "1", *memory)
     resumed = Start("resumed", resuming, world_size, loads=fresh.name, ends_by_signal=True)
     run = _read_run(fresh, environ, architecture)
+    for flag in ("offload_optimizer", "offload_param"):
+        if (place := getattr(run.zero, flag)) != "none":
+            raise ConfigError(f"--{flag.replace('_', '-')} {place} is not supported here: remove it")
     _read_run(resumed, environ, architecture)
     excluded = (*_REPLACED, *_LAYOUT_FLAGS)
     kept = [argument for name, value in values.items() if name not in excluded for argument in value.arguments]
-    kept += ["--zero-stage", str(run.zero.zero_stage), "--batch-size", str(run.train.global_batch_size)]
+    batch = math.gcd(*(size for _, size in run.train.batches.steps))
+    kept += ["--zero-stage", str(run.zero.zero_stage), "--batch-size", str(batch)]
+    if "step_batch_size_schedule" not in values:
+        kept += ["--global-batch-size", str(run.train.global_batch_size)]
     single = Start("one rank", (*kept, *saving), 1)
     loading = (*given, *common, "--auto-resume", "--exit-interval", "1")
     resharded = Start("from one rank", loading, world_size, loads=single.name)
