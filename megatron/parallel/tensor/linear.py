@@ -4,6 +4,7 @@ t ranks of the group, i inputs, o outputs, r rows: all tokens of a rank, b x s
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -62,22 +63,18 @@ def linear(
     return _Linear.apply(x, weight, bias, kind(group, sequence_dim, kernel, deferred, chunks))
 
 
+@dataclass(eq=False)
 class _Overlap:
     """Forward and backward pass of a column-parallel linear layer, with overlapped communication.
 
     The input is all-gathered (with ``sequence_dim``), and its gradient is summed.
     """
 
-    def __init__(
-        self,
-        group: ProcessGroup | None,
-        sequence_dim: int | None,
-        kernel: LinearKernel = PLAIN,
-        deferred: DeferredWeightGradients | None = None,
-        chunks: int = 1,
-    ):
-        self.group, self.sequence_dim, self.kernel, self.deferred = group, sequence_dim, kernel, deferred
-        self.chunks = chunks
+    group: ProcessGroup | None
+    sequence_dim: int | None
+    kernel: LinearKernel = PLAIN
+    deferred: DeferredWeightGradients | None = None
+    chunks: int = 1
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.group is None or self.sequence_dim is None:
