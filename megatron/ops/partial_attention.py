@@ -62,9 +62,8 @@ class PartialAttention:
         groups = key.size(1)
         key, value = repeated_for_queries(query, key, value)
         if self._has_fused(query, mask):
-            query_grad, key_grad, value_grad = _fused_backward(
-                grad, query, key, value, context, logsumexp, mask, is_causal
-            )
+            tensors = grad, query, key, value, context, logsumexp.contiguous()
+            query_grad, key_grad, value_grad = _fused_backward(tensors, mask, is_causal)
             return query_grad, _sum_of_heads(key_grad, groups), _sum_of_heads(value_grad, groups)
         wide_key, wide_value = key.float(), value.float()
         query_grads, scale = [], 1 / math.sqrt(query.size(-1))
@@ -133,17 +132,9 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_ca
     return context.masked_fill(blind.unsqueeze(-1), 0.0), logsumexp.masked_fill(blind, -torch.inf)
 
 
-def _fused_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = (grad, query, key, value, context, logsumexp.contiguous())
+def _fused_backward(tensors: tuple[Tensor, ...], mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """``tensors`` are gradient, query, key, value, context and logsumexp."""
+    _, query, key, *_ = tensors
     if query.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(*tensors, 0.0, is_causal, attn_mask=None if mask is None else _additive(mask, query))
