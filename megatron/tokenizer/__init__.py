@@ -3,7 +3,6 @@
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -37,8 +36,8 @@ TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
     HUGGINGFACE: HuggingFaceTokenizer,
     SENTENCEPIECE: GPTSentencePieceTokenizer,
 }
-"""Classes of tokenizers with files, by kind; built from (vocab_file, merge_file), and kinds of ``PUBLISHED`` also from
-``vocab_size`` and ``eod_token``."""
+"""Classes of tokenizers with files, by kind; built from (vocab_file, merge_file), and kinds of ``PUBLISHED`` from
+vocab_file, ``vocab_size`` and ``eod_token``."""
 
 
 def build_tokenizer(
@@ -64,10 +63,10 @@ def build_tokenizer(
         return NullTokenizer(vocab_size)
     if kind not in TOKENIZERS:
         raise ConfigError(f"--tokenizer-type {kind} is unknown: choose one of {', '.join(TOKENIZERS)}")
-    options: dict[str, Any] = {"extra_ids": extra_ids} if extra_ids else {}
     if kind in PUBLISHED:
-        options = {"vocab_size": vocab_size, "eod_token": eod_token}
-    tokenizer = TOKENIZERS[kind](vocab_file, merge_file, **options)
+        tokenizer = TOKENIZERS[kind](vocab_file, vocab_size=vocab_size, eod_token=eod_token)
+    else:
+        tokenizer = TOKENIZERS[kind](vocab_file, merge_file, **({"extra_ids": extra_ids} if extra_ids else {}))
     tokenizer.source = (kind, vocab_file, merge_file)
     return tokenizer
 

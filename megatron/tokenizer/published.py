@@ -39,15 +39,8 @@ class HuggingFaceTokenizer(RustTokenizer):
 
     tokens: int
 
-    def __init__(
-        self,
-        vocab_file: str | None,
-        merge_file: str | None = None,
-        *,
-        vocab_size: int | None = None,
-        eod_token: str | None = None,
-    ) -> None:
-        """Read the tokenizer.json ``vocab_file`` and the files next to it; ``merge_file`` is ignored.
+    def __init__(self, vocab_file: str | None, *, vocab_size: int | None = None, eod_token: str | None = None) -> None:
+        """Read the tokenizer.json ``vocab_file`` and the files next to it.
 
         Raises DataError if a file is absent or broken, no token ends a document, or ``vocab_size`` is too small.
         """
@@ -179,17 +172,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
 
     tokens: int
 
-    def __init__(
-        self,
-        vocab_file: str | None,
-        merge_file: str | None = None,
-        *,
-        vocab_size: int | None = None,
-        eod_token: str | None = None,
-    ) -> None:
-        """Read the model ``vocab_file``; ``merge_file`` is ignored.
-
-        Raises DataError if the file is absent or broken, no token ends a document, or ``vocab_size`` is too small;
+    def __init__(self, vocab_file: str | None, *, vocab_size: int | None = None, eod_token: str | None = None) -> None:
+        """Raises DataError if the file is absent or broken, no token ends a document, or ``vocab_size`` is too small;
         ConfigError without the package.
         """
         path = require_files("GPTSentencePieceTokenizer", {"--tokenizer-model": vocab_file}, "")[0]
