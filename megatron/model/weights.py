@@ -44,30 +44,33 @@ def column_parallel(
     has_bias: bool | None = None, parts: int = 1, **options: Any,
 ) -> ColumnParallelLinear:  # fmt: skip
     """Column-parallel layer ``name``, such as ``layers.1.mlp.dense_h_to_4h``: [.., i] -> [.., parts x o/t]."""
-    kwargs: dict[str, Any] = {
-        "group": layout.tensor_group,
-        "sequence_dim": sequence_parallel_dim(config, layout),
-        "init": weight(config, name),
-        "parts": parts,
-    }
-    lora = _adapter(config, name, inputs, outputs, is_column_parallel=True, **kwargs)
-    kwargs |= _matmul(config, layout, inputs, parts * outputs, is_column_parallel=True)
-    kwargs["has_bias"] = config.linear_bias if has_bias is None else has_bias
-    return ColumnParallelLinear(inputs, outputs, lora=lora, **kwargs, **options)
+    options |= _options(config, layout, weight(config, name), inputs, outputs, is_column_parallel=True, parts=parts)
+    has_bias = config.linear_bias if has_bias is None else has_bias
+    return ColumnParallelLinear(inputs, outputs, has_bias=has_bias, parts=parts, **options)
 
 
 def row_parallel(
     config: ModelConfig, layout: ParallelLayout, name: str, inputs: int, outputs: int
 ) -> RowParallelLinear:
     """Row-parallel layer ``name``, a projection to the residual stream: [.., i/t] -> [.., o]."""
-    kwargs: dict[str, Any] = {
-        "group": layout.tensor_group,
-        "sequence_dim": sequence_parallel_dim(config, layout),
-        "init": residual_weight(config, name),
-    }
-    lora = _adapter(config, name, inputs, outputs, is_column_parallel=False, **kwargs)
-    kwargs |= _matmul(config, layout, inputs, outputs, is_column_parallel=False)
-    return RowParallelLinear(inputs, outputs, lora=lora, has_bias=config.linear_bias, **kwargs)
+    options = _options(config, layout, residual_weight(config, name), inputs, outputs, is_column_parallel=False)
+    return RowParallelLinear(inputs, outputs, has_bias=config.linear_bias, **options)
+
+
+def _options(
+    config: ModelConfig, layout: ParallelLayout, init: WeightInit, inputs: int, outputs: int, *,
+    is_column_parallel: bool, parts: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of a linear layer of these unsharded sizes: group, initialization, adapter (or None) and kernel."""
+    options: dict[str, Any] = {"group": layout.tensor_group, "sequence_dim": sequence_parallel_dim(config, layout)}
+    options["init"], lora = init, None
+    if init.name.rpartition(".")[2] in config.adapted:
+        settings = LowRank(config.lora_rank, config.lora_alpha / config.lora_rank, config.lora_dropout)
+        lora = ParallelAdapter(
+            inputs, outputs, is_column_parallel=is_column_parallel, settings=settings, parts=parts, **options
+        )
+    matmul = _matmul(config, layout, inputs, parts * outputs, is_column_parallel=is_column_parallel)
+    return {**options, "lora": lora, **matmul}
 
 
 def _matmul(
@@ -83,14 +86,6 @@ def _matmul(
     if config.fp8_recipe == "tensorwise" and not is_column_parallel:
         chunks = 1  # the all-reduce of the input's FP8 scale would wait for the previous chunk
     return {"kernel": kernel, "chunks": chunks}
-
-
-def _adapter(config: ModelConfig, name: str, *sizes: int, **arguments: Any) -> ParallelAdapter | None:
-    """The adapter of the linear layer ``name``; None if it has none."""
-    if name.rpartition(".")[2] not in config.adapted:
-        return None
-    settings = LowRank(config.lora_rank, config.lora_alpha / config.lora_rank, config.lora_dropout)
-    return ParallelAdapter(*sizes, settings=settings, **arguments)
 
 
 def hidden_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:
