@@ -27,8 +27,6 @@ from megatron.tokenizer.base import (
 Vocabulary = dict[str, int]
 """Token -> id; bytes of tokens are written as printable characters."""
 Merges = list[tuple[str, str]]
-ADVICE = "; for one of whole words add --tokenizer-type WhitespaceTokenizer"
-"""End of the message about a ``--vocab-file`` without bytes."""
 
 
 class Gigatoken:
@@ -132,7 +130,8 @@ def check_byte_symbols(path: str, vocabulary: dict[str, int]) -> None:
     if absent:
         raise DataError(
             f"{path}: {len(absent)} of the 256 byte symbols have no token, {absent[0]!r} among them; "
-            f"this is not the vocabulary of a byte-level BPE{ADVICE}"
+            "this is not the vocabulary of a byte-level BPE; for one of whole words add --tokenizer-type "
+            "WhitespaceTokenizer"
         )
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tokenizers import pre_tokenizers
+
 from megatron.common.errors import CheckpointError, DataError, UserError
 from megatron.common.files import as_json
 from megatron.common.reading import LARGEST_JSON
@@ -140,6 +142,8 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | Non
     if form is GPT2_FORMAT:
         _check_words(folder)
     if (file := folder / TOKENIZER).exists():
+        if form is GPT2_FORMAT and not _is_gpt2s(file):
+            return None
         return _read_tokenizer_json(file, is_bpe=form is GPT2_FORMAT)
     paths = [folder / name for name in TOKENIZER_FILES[GPT2_BPE if form is GPT2_FORMAT else LOWER_CASE]]
     if not all(path.exists() for path in paths):
@@ -155,14 +159,30 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | Non
 
 
 def _check_words(folder: Path) -> None:
-    """Raise CheckpointError if the tokenizer in ``folder`` divides text into other words than GPT-2's."""
+    """Raise CheckpointError if transformers divides text in another way than the tokenizer of a GPT-2 in ``folder``.
+
+    Its GPT2Tokenizer takes the tokens of a tokenizer.json, but divides text in GPT-2's way.
+    """
     settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
-    wrong = [SETTINGS] if settings.get("add_prefix_space") else []
-    wrong += [TOKENIZER] if other_words(GPT2_BPE, str(folder / TOKENIZER)) else []
-    for name in wrong:
+    adds_space, file = bool(settings.get("add_prefix_space")), folder / TOKENIZER
+    if settings.get("tokenizer_class", "GPT2Tokenizer") not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
+        return
+    if adds_space and not file.exists():
+        raise CheckpointError(f"{folder / SETTINGS}: add_prefix_space needs the {TOKENIZER} of save_pretrained")
+    if other_words(GPT2_BPE, str(file), add_prefix_space=adds_space):
         raise CheckpointError(
-            f"{folder / name} divides text in another way than GPT-2's BPE; move the file away to go on without it"
+            f"{file} divides text in another way than GPT2Tokenizer, with which transformers reads it: name another "
+            f"tokenizer_class in {folder / SETTINGS}, such as PreTrainedTokenizerFast"
         )
+
+
+def _is_gpt2s(file: Path) -> bool:
+    """Whether the tokenizer.json of a GPT-2 is GPT-2's BPE; any other is read as transformers reads it."""
+    if other_words(GPT2_BPE, str(file)):
+        return False
+    bpe = _read_tokenizer_json(file, is_bpe=True)
+    merged = {left + right for left, right in bpe.merges}
+    return {EOD, *pre_tokenizers.ByteLevel.alphabet(), *merged} <= bpe.tokens.keys()
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron.common.errors import ConfigError, DataError
+from megatron.common.errors import ConfigError
 from megatron.common.tokenizer_files import (
     GPT2_BPE,
     HUGGINGFACE,
@@ -26,8 +26,8 @@ from megatron.model.huggingface import format_of
 from megatron.model.huggingface import read_config as read_folder_config
 from megatron.model.spec import ArchitectureSpec
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tokenizer.gpt2_bpe import ADVICE, GPT2BPETokenizer
-from megatron.tools.convert.huggingface_files import TOKENIZER, Vocabulary, read_bpe, read_folder_tokenizer
+from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from megatron.tools.convert.huggingface_files import TOKENIZERS, Vocabulary, read_bpe, read_folder_tokenizer
 from megatron.tools.convert.inspection import FoundCheckpoint, find, read_config, read_description
 
 
@@ -109,11 +109,11 @@ def open_source(
         description = read_description(found)
         assert description is not None, "it describes the model"
         tokenizer = _run_tokenizer(path, description, files)
-    elif format_of(config).keeps_rows:
+    elif format_of(config).keeps_rows or _is_published(path, config, files):
         tokenizer = _published_tokenizer(path, config, files)
     else:
         bpe = _folder_bpe(path, config, files)
-        config, tokenizer = read_folder_config(path, vocab_size=len(bpe.tokens)), _tokenizer_of(bpe, path)
+        config, tokenizer = read_folder_config(path, vocab_size=len(bpe.tokens)), _tokenizer_of(bpe)
     if tokenizer.vocab_size != config.vocab_size:
         raise ConfigError(
             f"{path} is a model of {config.vocab_size} tokens, and the vocabulary has {tokenizer.vocab_size}; give the "
@@ -204,12 +204,20 @@ def _tokenizer_in(folder: str) -> tuple[str, str | None, str | None] | None:
     return None
 
 
+def _is_published(path: Path, config: ModelConfig, files: TokenizerFiles) -> bool:
+    """Whether the tokenizer of a folder with a GPT-2, or the given one, is of ``PUBLISHED`` and not GPT-2's BPE."""
+    place = Path(files.folder or path)
+    if place.is_file():
+        return True
+    return any((place / name).is_file() for name in TOKENIZERS) and read_folder_tokenizer(place, config) is None
+
+
 def _folder_bpe(path: Path, config: ModelConfig, files: TokenizerFiles) -> Vocabulary:
     """The tokenizer of a Hugging Face folder with a GPT-2 model."""
     folder_bpe = read_folder_tokenizer(path, config)
     if files == TokenizerFiles():
         if folder_bpe is None:
-            raise ConfigError(f"{path} holds no tokenizer; give --vocab-file and --merge-file")
+            raise ConfigError(f"{path} holds no tokenizer; give --tokenizer-model, or --vocab-file and --merge-file")
         return folder_bpe
     vocab_file, merge_file = files.of_kind("GPT2BPETokenizer")
     for flag, file in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
@@ -224,12 +232,7 @@ def _folder_bpe(path: Path, config: ModelConfig, files: TokenizerFiles) -> Vocab
     return bpe
 
 
-def _tokenizer_of(bpe: Vocabulary, path: Path) -> Tokenizer:
-    """The tokenizer ``bpe`` of the Hugging Face folder ``path``. Raises DataError for an incomplete tokenizer.json."""
+def _tokenizer_of(bpe: Vocabulary) -> Tokenizer:
     with TemporaryDirectory() as folder:
         bpe.write(Path(folder))
-        try:
-            return GPT2BPETokenizer(f"{folder}/vocab.json", f"{folder}/merges.txt")
-        except DataError as error:  # other files have been checked
-            problem = str(error).partition(": ")[2].removesuffix(ADVICE)
-            raise DataError(f"{path / TOKENIZER}: {problem}") from None
+        return GPT2BPETokenizer(f"{folder}/vocab.json", f"{folder}/merges.txt")

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.common.errors import CheckpointError, ConfigError, DataError
 from megatron.config import ModelConfig
+from megatron.tokenizer.published import HuggingFaceTokenizer
 from megatron.tools.convert.huggingface_files import count_tokens, read_folder_tokenizer
 from megatron.tools.inference.source import TokenizerFiles, config_on, open_source
 
@@ -113,36 +114,62 @@ def test_another_tokenizer_than_that_of_a_hugging_face_folder(foreign: Path, tmp
         open_source(foreign, TokenizerFiles(merge_file=files["merges.txt"]))
 
 
+PREFIX = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, PREFIX]}
+
+
 @pytest.mark.parametrize(
-    "file, settings",
+    ("words", "settings", "refusal"),
     [
-        ("tokenizer_config.json", {"add_prefix_space": True}),
-        ("tokenizer.json", {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}),
+        (PREFIX, {"tokenizer_class": "TokenizersBackend"}, ""),
+        (DIGITS, {"tokenizer_class": "PreTrainedTokenizerFast"}, ""),
+        (PREFIX, {"add_prefix_space": True}, ""),
+        (PREFIX, {"add_prefix_space": False}, "tokenizer.json divides text in another way than GPT2Tokenizer"),
+        (DIGITS, {"add_prefix_space": True}, "tokenizer.json divides text in another way than GPT2Tokenizer"),
+        (None, {"add_prefix_space": True}, "tokenizer_config.json: add_prefix_space needs the tokenizer.json"),
     ],
 )
-def test_a_gpt2_whose_tokenizer_divides_text_in_another_way(foreign: Path, tmp_path: Path, file: str, settings: dict):
+def test_a_gpt2_whose_tokenizer_divides_text_in_another_way(foreign: Path, tmp_path: Path, words, settings, refusal):
+    """It is read as transformers does, or refused: its GPT2Tokenizer divides text in GPT-2's way."""
     folder = shutil.copytree(foreign, tmp_path / "hf")
-    bpe = {"model": {"type": "BPE", "vocab": json.loads((foreign / "vocab.json").read_text()), "merges": []}}
-    (folder / file).write_text(json.dumps(settings | bpe))
-    with pytest.raises(CheckpointError, match=f"{file} divides text in another way than GPT-2's BPE"):
-        open_source(folder)
+    own = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(own | settings))
+    if words:
+        write_tokenizer(folder, [*json.loads((foreign / "vocab.json").read_text())], words)
+    if refusal:
+        with pytest.raises(CheckpointError, match=refusal):
+            open_source(folder)
+        return
+    from transformers import AutoTokenizer
+
+    source = open_source(folder, TokenizerFiles(folder=str(shutil.copytree(folder, tmp_path / "same"))))
+    assert isinstance(source.tokenizer, HuggingFaceTokenizer) and source.config.vocab_size == 300
+    text = "the 12 ends"
+    assert source.tokenizer.tokenize(text) == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    with pytest.raises(ConfigError, match="--vocab-file .* has no effect: the tokenizer of .* is one file"):
+        open_source(folder, TokenizerFiles(str(folder / "vocab.json")))
+
+
+def write_tokenizer(folder: Path, tokens: list[str], words: dict) -> None:
+    """Write a BPE as a tokenizer.json."""
+    merges = (folder / "merges.txt").read_text().splitlines()[1:]
+    model = {"type": "BPE", "vocab": {token: n for n, token in enumerate(tokens)}, "merges": merges}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": model, "pre_tokenizer": words, "added_tokens": []}))
 
 
 @pytest.mark.parametrize(
-    "absent, problem", [("~", "1 of the 256 byte"), ("<|endoftext|>", "<|endoftext|>"), ("th", "merge")]
+    ("absent", "problem"), [("~", ""), ("<|endoftext|>", "bos_token"), ("th", "not a tokenizer.json")]
 )
-def test_a_gpt2_whose_tokenizer_is_incomplete(foreign: Path, tmp_path: Path, absent: str, problem: str):
+def test_a_gpt2_whose_tokenizer_lacks_tokens(foreign: Path, tmp_path: Path, absent: str, problem: str):
     folder = shutil.copytree(foreign, tmp_path / "hf")
-    tokens = json.loads((folder / "vocab.json").read_text())
-    tokens = {token: n for n, token in enumerate(token for token in tokens if token != absent)}
-    bpe = {"type": "BPE", "vocab": tokens, "merges": (folder / "merges.txt").read_text().splitlines()[1:]}
-    (folder / "tokenizer.json").write_text(
-        json.dumps({"model": bpe, "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}})
-    )
-    with pytest.raises(DataError) as caught:
-        open_source(folder)
-    assert str(caught.value).startswith(f"{folder}/tokenizer.json: ") and problem in str(caught.value)
-    assert "/vocab.json" not in str(caught.value) and "--tokenizer-type" not in str(caught.value)
+    tokens = [token for token in json.loads((folder / "vocab.json").read_text()) if token != absent]
+    write_tokenizer(folder, tokens, PREFIX | {"add_prefix_space": False})
+    if problem:
+        with pytest.raises(DataError, match=problem) as caught:
+            open_source(folder)
+        assert str(caught.value).startswith(str(folder))
+    else:
+        assert isinstance(open_source(folder).tokenizer, HuggingFaceTokenizer)
 
 
 LLAMA = {
