@@ -141,7 +141,11 @@ LAYOUT_FIELDS = (
     "num_virtual_stages_per_pipeline_rank",
 )
 """Names of the settings that a layout's flags set."""
-_TOOL_FIELDS = ("save", "load", "save_interval", "exit_interval", "finetune", "metrics_file", "local_rank")
+_TOOL_FIELDS = (
+    "save", "load", "save_interval", "exit_interval", "finetune", "metrics_file", "local_rank", "keep_last",
+    "keep_every", "async_save", "on_save_error", "auto_resume", "snapshot_interval", "snapshot_dir", "load_strict",
+    "no_save_optim", "skip_train", "rewind_on_spike", "spike_factor",
+)  # fmt: skip
 _REPLACED = ("attention_dropout", "hidden_dropout", "eval_iters", "log_interval", "global_batch_size")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PROGRAM = Path(__file__).resolve().parents[3] / "pretrain_gpt2.py"

@@ -101,7 +101,20 @@ def test_all_layouts_take_the_global_batch_of_the_first() -> None:
     "words, message",
     [
         ("--zero-stage 1", "--zero-stage 1 belongs to the layouts: choose it by their names"),
-        ("--save out", "--save out belongs to the comparison: remove it"),
+        *(
+            (flag, f"{flag} belongs to the comparison: remove it")
+            for flag in (
+                "--save out",
+                "--keep-last 2",
+                "--auto-resume",
+                "--async-save",
+                "--no-save-optim",
+                "--load-strict",
+                "--skip-train",
+                "--snapshot-interval 2",
+                "--on-save-error stop",
+            )
+        ),
         ("--train-iters 4", "--train-iters 4 is less than the 5 iterations that are compared"),
     ],
 )
