@@ -185,9 +185,10 @@ def write_config(config: ModelConfig, dtype: str, source: Mapping[str, Any] | No
 
 def _refuse_other_models(config: ModelConfig, read: ModelConfig) -> None:
     """Raise ConfigError if ``read``, the written configuration read again, describes another model than ``config``."""
+    unused = {*_TRAINING_FIELDS, *(["ffn_hidden_size"] if config.has_experts else [])}  # which all layers have then
     for field in fields(ModelConfig):
         name = _RESOLVED.get(field.name, field.name)
-        if field.name not in _TRAINING_FIELDS and not _agree(getattr(read, name), getattr(config, name)):
+        if field.name not in unused and not _agree(getattr(read, name), getattr(config, name)):
             flag = field.name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(config, name)} is unknown to Hugging Face's model; use merge")
 

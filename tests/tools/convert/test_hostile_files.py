@@ -236,6 +236,7 @@ def test_the_first_of_several_ends_is_the_end_of_a_document(tree: dict):
     [
         (GPT2, {"recompute_mlp_activation": True}),
         (MIXTRAL, {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}),
+        (MIXTRAL, {"moe_ffn_hidden_size": 16, "ffn_hidden_size": 64}),
     ],
 )
 def test_settings_of_training_do_not_prevent_an_export(tree: dict, changes: dict):
