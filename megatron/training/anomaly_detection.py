@@ -22,7 +22,7 @@ from megatron.engines.status import StepStatus
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer, unpack
 
 SPIKE_WINDOW = 20
-"""Number of previous good steps whose mean loss a spike is compared with."""
+"""Number of previous good steps whose mean loss a spike is compared with; without so many there is no spike."""
 
 
 class StepResult(NamedTuple):
@@ -74,7 +74,8 @@ class AnomalyDetector:
 
     def _check_spike(self, iteration: int, loss: float) -> StepResult:
         self._bad_iterations.clear()
-        mean = sum(self._recent_losses) / len(self._recent_losses) if self._recent_losses else math.inf
+        is_full = len(self._recent_losses) == SPIKE_WINDOW  # a mean of fewer is too uncertain to rewind for
+        mean = sum(self._recent_losses) / SPIKE_WINDOW if is_full else math.inf
         if loss > self._spike_factor * mean:
             return StepResult(f"the loss of {loss:.4g} is a spike over {mean:.4g}", iteration, is_spike=True)
         self._recent_losses.append(loss)

@@ -33,7 +33,7 @@ LAYOUTS = [
     "bf16 ulysses2 zero3",
     "fp16 dp2 zero3 offload --offload-param cpu",
 ]
-SPIKE = "--batch-size 2 --global-batch-size 8 --eval-iters 0 --save-interval 3 --rewind-on-spike"
+SPIKE = "--batch-size 2 --global-batch-size 8 --eval-iters 0 --save-interval 8 --rewind-on-spike"
 SPIKE += " --use-cpu-initialization"
 
 
@@ -129,13 +129,13 @@ def test_a_spike_in_an_iteration_that_is_not_logged(
     programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path
 ) -> None:
     """A GPU's loss is read after the next iteration, but before that one is saved: it is skipped as on a CPU."""
-    fault = "samples 32 35 50"
-    words = f"--train-iters 8 {SPIKE} --log-interval 7 --save {tmp_path}/ck".split() + NO_DROPOUT
+    fault = "samples 176 179 50"
+    words = f"--train-iters 26 {SPIKE} --log-interval 7 --save {tmp_path}/ck".split() + NO_DROPOUT
     program = ("tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *words)
     finished = emulated_cuda.run(1, *program, "--metrics-file", tmp_path / "gpu", FAULT=fault).ok()
-    assert "iteration 5: the loss of" in finished.output and "is a spike over" in finished.output
-    assert f"rewinding to {tmp_path / 'ck' / 'global_step3'}, skipping samples 32 to 39" in finished.output
-    assert (tmp_path / "ck" / "latest").read_text() == "global_step8"
+    assert "iteration 23: the loss of" in finished.output and "is a spike over" in finished.output
+    assert f"rewinding to {tmp_path / 'ck' / 'global_step16'}, skipping samples 176 to 183" in finished.output
+    assert (tmp_path / "ck" / "latest").read_text() == "global_step26"
     shutil.rmtree(tmp_path / "ck")
     programs.faulty(1, fault, *words, "--metrics-file", tmp_path / "cpu").ok()
     assert losses(tmp_path / "gpu")[-1] == pytest.approx(losses(tmp_path / "cpu")[-1], rel=BOUNDS["fp32"])
