@@ -160,12 +160,17 @@ def _rank_and_is_first() -> tuple[int, bool]:
 def print_error(message: str) -> None:
     """Print an error of the program to stderr, after flushing stdout."""
     sys.stdout.flush()
-    print(f"{_program()}: error: {message}", file=sys.stderr, flush=True)
+    _print_line(f"error: {message}")
 
 
 def print_warning(message: str) -> None:
     """Print a warning of the program to stderr."""
-    print(f"{_program()}: warning: {one_line(message)}", file=sys.stderr, flush=True)
+    _print_line(f"warning: {one_line(message)}")
+
+
+def _print_line(text: str) -> None:
+    """Print a line to stderr in one write; a print is two with ``python -u``, which launchers start ranks with."""
+    print(f"{_program()}: {text}\n", end="", file=sys.stderr, flush=True)
 
 
 def _program() -> str:

@@ -25,6 +25,7 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
     divided = f", experts over {experts} data-parallel ranks" if experts > 1 else ""
     sequence = _sequence_ranks(parallel)
     mlp = {model.tiled_mlp: ", the MLP in tiles", model.recompute_mlp_activation: ", the MLP's recomputed"}
+    final_lr = "" if run.optim.lr_decay_style == "constant" else f" to {run.optim.min_lr:g}"
     vocabulary = f"{model.vocab_size:,} padded to {model.padded_vocab_size:,}" if model.vocab_size else "unknown"
     return {
         "layout": f"{counted(parallel.world_size, 'process')} = TP {parallel.model_parallel_size}"
@@ -39,7 +40,7 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
         "batch": f"{counted(train.global_batch_size, 'sample')} = micro {train.micro_batch_size}"
         f" x accumulation {train.gradient_accumulation_steps} x DP {parallel.data_parallel_size}"
         f" = {train.global_batch_size * run.data.seq_length:,} tokens per iteration{_batch_steps(train)}",
-        "training": f"{counted(train.train_iters, 'iteration')}, lr {run.optim.lr:g} to {run.optim.min_lr:g}"
+        "training": f"{counted(train.train_iters, 'iteration')}, lr {run.optim.lr:g}{final_lr}"
         f" ({run.optim.lr_decay_style}, {counted(int(run.optim.warmup_steps(train)), f'warm-up {train.lr_unit}')}),"
         f" clip {run.optim.clip_grad:g}",
         "precision": f"{run.precision.dtype}, {_recomputed(run)}{mlp.get(True, '')}",

@@ -4,6 +4,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +54,14 @@ def test_a_variable_that_a_library_refuses_is_named(
 def test_what_is_not_required_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert rank._exit_code(lambda: importlib.import_module("no_such_package") and 0, 0, True) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_error_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others of the same moment come before or after it, also with python -u."""
+    writes = list[str]()
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=writes.append, flush=lambda: None))
+    assert rank._exit_code(lambda: open("x" * 300) and 0, 0, True) == 2
+    assert len(list(filter(None, writes))) == 1 and writes[0].endswith("\n")
 
 
 def test_a_name_that_is_too_long_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
