@@ -24,7 +24,6 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
     experts = parallel.expert_model_parallel_size
     divided = f", experts over {experts} data-parallel ranks" if experts > 1 else ""
     sequence = _sequence_ranks(parallel)
-    mlp = {model.tiled_mlp: ", the MLP in tiles", model.recompute_mlp_activation: ", the MLP's recomputed"}
     final_lr = "" if run.optim.lr_decay_style == "constant" else f" to {run.optim.min_lr:g}"
     vocabulary = f"{model.vocab_size:,} padded to {model.padded_vocab_size:,}" if model.vocab_size else "unknown"
     return {
@@ -43,7 +42,7 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
         "training": f"{counted(train.train_iters, 'iteration')}, lr {run.optim.lr:g}{final_lr}"
         f" ({run.optim.lr_decay_style}, {counted(int(run.optim.warmup_steps(train)), f'warm-up {train.lr_unit}')}),"
         f" clip {run.optim.clip_grad:g}",
-        "precision": f"{run.precision.dtype}, {_recomputed(run)}{mlp.get(True, '')}",
+        "precision": f"{run.precision.dtype}, {_recomputed(run)}{_mlp(model)}",
         **_attention(run, device or DeviceFacts(parallel.device)),
         **_fp8(run),
     }
@@ -230,6 +229,12 @@ def _fp8(run: RunConfig) -> dict[str, str]:
     others_in_bf16 = [kind for kind, is_present in kinds.items() if is_present]
     rest = ", ".join([*sizes, "embeddings, head, gradients of weights", *others_in_bf16])
     return {"fp8": f"{model.fp8_format}, {model.fp8_recipe}: {names}; in bf16: {rest}"}
+
+
+def _mlp(model: ModelConfig) -> str:
+    if model.tiled_mlp:
+        return ", the MLP in tiles"
+    return ", the MLP's recomputed" if model.recompute_mlp_activation else ""
 
 
 def _recomputed(run: RunConfig) -> str:
