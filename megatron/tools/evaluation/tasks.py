@@ -155,11 +155,12 @@ def _perplexity_task(request: Request, tokenizer: Tokenizer) -> Task:
         lines = [(where, text) for where, (text,) in _read_rows(path, request.key) if text]
         ids = [*tokenizer.opening]
         ids += [id for where, text in lines for id in (*_tokenize(where, text, tokenizer), tokenizer.eod)]
-        text = "\n".join(text for _, text in lines)
+        texts = [text for _, text in lines]
     else:
-        text = _read_text(path)
-        ids = _prompt(str(path), text, tokenizer)
-    return _text_task(request, np.array(ids), {"word": len(text.split()), "byte": len(text.encode())})
+        texts = [_read_text(path)]
+        ids = _prompt(str(path), texts[0], tokenizer)
+    counts = {"word": sum(len(text.split()) for text in texts), "byte": sum(len(text.encode()) for text in texts)}
+    return _text_task(request, np.array(ids), counts)
 
 
 def _pairs(request: Request, tokenizer: Tokenizer) -> Task:

@@ -56,6 +56,14 @@ def test_metrics_of_a_text(tmp_path: Path, tokenizer: Tokenizer):
     assert metrics["byte_perplexity"] == pytest.approx(np.exp(8 / 7))
 
 
+def test_documents_have_their_own_words_and_bytes(tmp_path: Path, tokenizer: Tokenizer):
+    """The end-of-document tokens between them are none."""
+    (tmp_path / "a.jsonl").write_text('{"text": "qqq qq"}\n{"text": "q"}\n')
+    task = make_task("PPL", Request(tmp_path / "a.jsonl", 48, 32), tokenizer)
+    metrics = task.metrics(Scores(np.array([8.0]), np.array([False])))
+    assert (metrics["words"], metrics["bytes"]) == (3, 7)
+
+
 def test_non_finite_loss_is_an_error(tmp_path: Path, tokenizer: Tokenizer):
     task = lambada(tmp_path, tokenizer, "the sea", strict=True)
     with pytest.raises(NumericsError, match="sample 1 has the loss nan"):
