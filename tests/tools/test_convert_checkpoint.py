@@ -129,10 +129,10 @@ def test_merged_weights_are_those_of_the_layout(
         ("merge {trained} --output {out} --max-shard-size much", "--max-shard-size much is not a size", 2),
         ("merge {trained} --output {out}.safetensors --max-shard-size 1GB", "is one file", 2),
         ("merge {trained} --output {out}.safetensors/", "out.safetensors/ is a folder; name a file", 2),
-        ("merge {foreign} --output {out}", "is a Hugging Face folder, and merge accepts one checkpoint", 2),
+        ("merge {foreign} --output {out}", "is a Hugging Face folder (with config.json), and merge accepts one che", 2),
         (
             "from-hf {trained} --output {out}",
-            "is a folder of checkpoints, and from-hf accepts a Hugging Face folder",
+            "is a folder of checkpoints, and from-hf accepts a Hugging Face folder (with config.json)",
             2,
         ),
         ("merge {trained} --output {trained}/global_step3/m.safetensors", "is a checkpoint, and is refused with", 2),

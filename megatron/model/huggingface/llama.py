@@ -128,7 +128,7 @@ def _read(family: Family, tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     window, kinds = tree.get("sliding_window"), tree.get("layer_types") or None
     has_only = {kind: isinstance(kinds, list) and all(each == kind for each in kinds) for kind in _LAYER_TYPES}
     if not family.has_window and tree.get("use_sliding_window"):
-        problems.append("use_sliding_window is true, with a window in some layers only, which is not supported")
+        problems.append("use_sliding_window is true, and only Mistral and Mixtral may have a window")
     # Of a Mistral, transformers' Auto classes make a Ministral with these settings; Mixtral does not have them.
     if not family.has_window or (family.model_type == "mistral" and has_only["full_attention"]):
         window = None

@@ -68,7 +68,7 @@ KINDS = {
     "universal": Kind("a universal checkpoint", _has("zero"), _source_tag),
     "tag": Kind("one checkpoint", _has(RUN_FILE), tag_at),
     "folder": Kind("a folder of checkpoints", _is_folder, newest),
-    "huggingface": Kind("a Hugging Face folder", _has(HF_CONFIG)),
+    "huggingface": Kind(f"a Hugging Face folder (with {HF_CONFIG})", _has(HF_CONFIG)),
     "safetensors": Kind("weights in one piece (safetensors)", _is_safetensors),
 }
 """Formats by name, in the order in which they are tried."""

@@ -200,6 +200,7 @@ WRONG: list[tuple[dict, dict, str]] = [
     (MIXTRAL, {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', and should be true or false"),
     (MIXTRAL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and only 1"),
     (MIXTRAL, {"rope_parameters": {"partial_rotary_factor": "1"}}, "partial_rotary_factor is '1', and only 1"),
+    (QWEN, {"use_sliding_window": True, "max_window_layers": 0}, "use_sliding_window is true, and only Mi"),
     (QWEN, {"layer_types": ["sliding_attention"]}, "layer_types is ['sliding_attention'], and only full_attention"),
     (QWEN, {"layer_types": "full_attention"}, "layer_types is 'full_attention', and only full_attention"),
     (LLAVA, {"vision_config": 3}, "vision_config is 3, and should be an object"),
