@@ -6,14 +6,17 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 from support.pages import commands_in_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
+PYTHON = re.search(r'^requires-python = ">=(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 VERSION = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
 
@@ -22,6 +25,8 @@ def test_every_package_is_pinned(name) -> None:
     lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
     packages = [line for line in lines if line and not line.startswith("-r requirements")]
     assert packages and all(re.fullmatch(r"[\w-]+==\d+(\.\d+)+", package) for package in packages)
+    needs = {package: metadata(package.partition("==")[0])["Requires-Python"] or "" for package in packages}
+    assert [package for package in packages if PYTHON not in SpecifierSet(needs[package])] == []
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)

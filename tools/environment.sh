@@ -9,6 +9,10 @@
 _checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 _requirements=$_checkout/$1
 
+if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "error: $(python3 --version) is too old: install Python 3.11 or later" >&2
+    return 2
+fi
 if [ -z "${VIRTUAL_ENV:-}" ]; then
     if [ ! -x "$_checkout/.venv/bin/pip" ]; then
         echo "> making $_checkout/.venv"

@@ -147,8 +147,8 @@ def decoded(content: bytes, size: int, fit: str = STRETCH) -> np.ndarray:
             warnings.simplefilter("ignore")  # about damaged metadata, and many pixels
             if image.width * image.height > MOST_PIXELS:
                 raise DataError(f"{image.width} x {image.height} pixels are more than {MOST_PIXELS:,}: make it smaller")
-            if getattr(image, "n_frames", 1) > 1:
-                raise DataError(f"an image of {image.n_frames} frames: give one frame")
+            if (frames := getattr(image, "n_frames", 1)) > 1:
+                raise DataError(f"an image of {frames} frames: give one frame")
             if image.mode[0] in "IF":  # conversion would cut off what is over 255
                 raise DataError("an image of more than 8 bits a color: give one of 8 bits")
             square = _fitted(image.convert("RGB"), size, fit)

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -255,7 +255,7 @@ def _planned_seconds(run: RunConfig, device: str, memories: Sequence[Memory]) ->
 def _environment(device: str) -> dict[str, str]:
     """Host and package versions of rank 0; no environment variables, which may contain secrets."""
     return {
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "device": device,
         "processors": str(os.cpu_count()),

@@ -201,7 +201,7 @@ async def _read_body(request: Request, most_bytes: int, seconds: float) -> bytes
 
     try:
         return await asyncio.wait_for(read(), seconds)
-    except asyncio.TimeoutError as error:
+    except TimeoutError as error:
         raise RequestError(f"the body was not received within {seconds:g} s", status=408) from error
 
 
