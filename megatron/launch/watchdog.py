@@ -185,7 +185,7 @@ def describe_hang(reports: list[dict | None], flag: str, folder: Path, recorded:
     others = [f"rank {rank}: {_position(report)}" for rank, report in enumerate(reports) if rank not in hung]
     others[_SHOWN:] = [f"and {len(others) - _SHOWN} more ranks"] if len(others) > _SHOWN else []
     causes = [
-        f"rank {rank} is hung and does not respond, last seen in {_position(reports[rank])}"
+        f"rank {rank} is hung and does not respond, last seen: {_position(reports[rank])}"
         if rank in silent
         else f"rank {rank} is hung: {_position(reports[rank])}"
         for rank in hung

@@ -78,7 +78,7 @@ def test_a_cut_link_is_reported_on_both_sides_and_the_run_resumes(
     ended = launch(f"command 1 3 ip link set {INTERFACE} down", (), "--watchdog-minutes", "0.1")
     assert ended.returncode not in (0, 1), ended.output
     (cause,) = re.findall("error: rank .* is hung.*", ended.output)
-    assert cause.startswith("error: rank 1 is hung and does not respond, last seen in"), ended.output
+    assert cause.startswith("error: rank 1 is hung and does not respond, last seen: "), ended.output
     assert cause.endswith("(on host-2)"), "where it is to be looked for"
     hosts.await_end("host-2", str(tmp_path))
     assert (tmp_path / "ck" / "hang-rank1.txt").read_text().startswith("rank 1, process ")

@@ -65,9 +65,9 @@ def test_which_rank_is_hung() -> None:
     assert hung(report(4, True), waits) == ["rank 1 is hung: here (on h)"], "an earlier part of the run"
     assert hung(waits, waits) == ["all ranks wait for each other"]
     assert hung(waits, report(2, False, alarmed=False)) == [
-        "rank 1 is hung and does not respond, last seen in here (on h)"
+        "rank 1 is hung and does not respond, last seen: here (on h)"
     ]
-    assert hung(waits, None) == ["rank 1 is hung and does not respond, last seen in an unknown position"]
+    assert hung(waits, None) == ["rank 1 is hung and does not respond, last seen: an unknown position"]
     assert len(describe_hang([waits] * 1000 + [sleeps], "", Path("ck"))) < 12
 
 

@@ -112,4 +112,5 @@ def as_text(proof: Mapping[str, Any], checkpoint: Path) -> Iterator[str]:
     for first, last in proof["made_again"]:
         yield f"repeated after a restart or a spike: iterations {first:,} to {last:,}"
     yield from (f"WRONG: {error}" for error in proof["faults"])
-    yield "proven: no sample was repeated, none was skipped" if proof["proven"] else "not proven"
+    skipped = "no other was skipped" if proof["left_out"] else "none was skipped"
+    yield f"proven: no sample was repeated, {skipped}" if proof["proven"] else "not proven"
