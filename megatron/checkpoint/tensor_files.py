@@ -1,5 +1,6 @@
 """Writes ``torch.save`` files, and reads ``torch.save`` and safetensors files without executing code in them."""
 
+import copyreg
 import io
 import re
 import warnings
@@ -25,6 +26,8 @@ from megatron.common.reading import check_archive
 
 ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 """Classes in DeepSpeed's files in addition to tensors and plain values. Creating them has no side effects."""
+# By value: Python 3.11.0 to 3.11.3 write the member of an enumeration as a call of getattr, which is not loaded.
+copyreg.pickle(cast(Any, ZeroStageEnum), lambda stage: (ZeroStageEnum, (int(stage),)))
 
 
 def write_file(path: Path, content: Any) -> Record:

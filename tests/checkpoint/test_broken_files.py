@@ -1,6 +1,8 @@
 """Each kind of file of a checkpoint, damaged in each way, is detected before a tensor is read, and named."""
 
+import io
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable
@@ -9,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from support.fuzzing import Attack
 from support.programs import TINY_MODEL, Programs
 
 from megatron.checkpoint.manifest import write_manifest
-from megatron.checkpoint.tensor_files import read_file
+from megatron.checkpoint.tensor_files import read_file, write_file
 from megatron.common.errors import CheckpointError
 from megatron.tools.convert.megatron_files import _read
+from megatron.tools.convert.torch_dist import _Unpickler
 
 LAYOUT = "--pipe-parallel-size 2 --zero-stage 1 --bf16".split()
 SETTINGS = "--train-iters 4 --batch-size 2 --gas 2 --eval-iters 0".split()
@@ -193,3 +197,20 @@ def test_an_unusual_tensor_is_refused_without_a_warning(tmp_path: Path, kind: st
         with pytest.raises(CheckpointError) as caught:
             read(file)
     assert not shown and caught.value.messages[0].startswith(f"{file} cannot be read (weight is {problem}")
+
+
+def test_enumerations_are_read_as_any_python_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.0 to 3.11.3 write a member as a call of getattr, which could be any other call, too."""
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    for kind in (ZeroStageEnum, WriteItemType):
+        monkeypatch.setattr(kind, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)))
+    write_file(tmp_path / "ours.pt", {"stage": ZeroStageEnum.weights})
+    assert read_file(tmp_path / "ours.pt") == {"stage": ZeroStageEnum.weights}
+    torch.save({"kind": WriteItemType.SHARD, "args": 1}, tmp_path / "theirs.pt")
+    with pytest.raises(CheckpointError, match="which could run code"):
+        read_file(tmp_path / "theirs.pt")
+    assert _Unpickler(io.BytesIO(pickle.dumps(WriteItemType.SHARD))).load() is WriteItemType.SHARD
+    hostile = b"cbuiltins\ngetattr\n(ctorch\nSize\nS'__new__'\ntR."
+    with pytest.raises(pickle.UnpicklingError, match="which could run code"):
+        _Unpickler(io.BytesIO(hostile)).load()

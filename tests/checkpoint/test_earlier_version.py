@@ -40,7 +40,8 @@ def earlier(tmp_path: Path) -> Callable[[str], Path]:
 
     def unpack(name: str) -> Path:
         with tarfile.open(FIXTURES / f"{name}.tar.gz") as archive:
-            archive.extractall(tmp_path / name, filter="data")
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # which Python 3.11.0 to 3.11.3 lack
+            archive.extractall(tmp_path / name)
         return tmp_path / name
 
     return unpack

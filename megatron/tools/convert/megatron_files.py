@@ -23,8 +23,11 @@ from megatron.common.errors import CheckpointError, first_line, shown
 from megatron.common.reading import check_archive
 from megatron.tools.convert.torch_dist import METADATA, read_torch_dist
 
-_STUBBED = ("megatron.", "deepspeed.", "apex.", "numpy.")
-"""Packages whose objects in the files (enumerations, loss scalers, random states) are not needed."""
+_STUBBED = ("megatron.", "deepspeed.", "apex.", "numpy.", "builtins.getattr")
+"""Packages whose objects in the files (enumerations, loss scalers, random states) are not needed.
+
+Python 3.11.0 to 3.11.3 write the member of an enumeration as a call of getattr.
+"""
 
 
 class _Stub:

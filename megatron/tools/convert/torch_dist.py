@@ -26,7 +26,17 @@ METADATA = ".metadata"
 _NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
 """Name prefixes of states that are not weights."""
 _MODULES: dict[str, ModuleType] = {module.__name__: module for module in (metadata, planner, filesystem)}
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """What Python 3.11.0 to 3.11.3 write the member of an enumeration as: ``getattr(kind, name)``."""
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind[name]
+    raise pickle.UnpicklingError(f"it asks for {name} of an object, which could run code")
+
+
 _ALLOWED = {
+    ("builtins", "getattr"): _member,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("collections", "OrderedDict"): dict,
