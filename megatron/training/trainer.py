@@ -277,9 +277,10 @@ class Trainer:
                 if self.checkpointer.can_go_back:
                     return self._rewind(range(result.first_iteration, iteration + 1))
         if result.limit_reached:
+            saved = "; the last checkpoint is from before them" if self.run.checkpoint.save else ""
             raise NumericsError(
-                f"{text}: --max-consecutive-bad-steps {self.run.train.max_consecutive_bad_steps} reached; the last "
-                "checkpoint is from before them: lower --lr, check the data, or resume with --rewind-on-spike"
+                f"{text}: --max-consecutive-bad-steps {self.run.train.max_consecutive_bad_steps} reached{saved}: lower "
+                "--lr, check the data, or use --rewind-on-spike"
             )
         return None
 
