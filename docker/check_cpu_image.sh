@@ -102,8 +102,8 @@ two_containers() {
         until podman healthcheck run "megatron-deepspeed_${host}_1"; do sleep 1; done
     done
     podman-compose --file docker/compose.yaml exec -T host-1 ssh host-2 'hostname; id'
-    podman-compose --file docker/compose.yaml exec -T host-1 deepspeed --hostfile docker/hostfile.compose \
-        pretrain_gpt2.py "${MODEL[@]}" --model-parallel-size 2 --pipe-parallel-size 2
+    podman-compose --file docker/compose.yaml exec -T host-1 python tools/launch.py \
+        --hostfile docker/hostfile.compose pretrain_gpt2.py "${MODEL[@]}" --model-parallel-size 2 --pipe-parallel-size 2
 }
 
 case "${STAGE:-}" in

@@ -12,7 +12,7 @@
 #
 #   SSH_KEY=cluster_key SSH_ADDRESS=10.0.0.2 bash docker/run.sh
 #   SSH_KEY=cluster_key SSH_ADDRESS=10.0.0.1 bash docker/run.sh \
-#       deepspeed --hostfile data/hostfile pretrain_gpt2.py ...
+#       python tools/launch.py --hostfile data/hostfile pretrain_gpt2.py ...
 set -euo pipefail
 
 IMAGE=${IMAGE:-megatron-deepspeed:0.1.0}

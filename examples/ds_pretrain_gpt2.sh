@@ -52,9 +52,12 @@ switch "$CHECKPOINT_IN_CPU" --checkpoint-in-cpu
 switch "$SYNCHRONIZE_EACH_LAYER" --synchronize-each-layer
 switch "$PROFILE_BACKWARD" --profile-backward
 
-HOSTS=(--log_level critical --num_gpus "$GPUS" --master_port "$MASTER_PORT")
-if [ -n "$HOSTFILE" ]; then HOSTS+=(--log_level warning --hostfile "$HOSTFILE" ${NODES:+--num_nodes "$NODES"}); fi
+HERE=$(realpath "$(dirname "$0")/..")
+START=(deepspeed --log_level critical)
+if [ -n "$HOSTFILE" ]; then
+    START=(python "$HERE/tools/launch.py" --hostfile "$HOSTFILE" ${NODES:+--num_nodes "$NODES"})
+fi
 
 arguments --load "$SAVE" --zero-reduce-bucket-size "$REDUCE_BUCKET" --zero-allgather-bucket-size "$ALLGATHER_BUCKET" \
     --checkpoint-num-layers "$CHECKPOINT_LAYERS" "$@"
-run deepspeed "${HOSTS[@]}" "$(realpath "$(dirname "$0")/../pretrain_gpt2.py")" "${ARGUMENTS[@]}"
+run "${START[@]}" --num_gpus "$GPUS" --master_port "$MASTER_PORT" "$HERE/pretrain_gpt2.py" "${ARGUMENTS[@]}"

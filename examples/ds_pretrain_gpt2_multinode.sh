@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pretrain GPT-2 (345M) on several hosts: tensor x pipeline x data parallel, over DeepSpeed's launchers.
+# Pretrain GPT-2 (345M) on several hosts: tensor x pipeline x data parallel, started by tools/launch.py.
 #
 #   HOSTFILE=hostfile bash examples/ds_pretrain_gpt2_multinode.sh --seed 7              on all hosts of the file
 #   INCLUDE=worker-1:0,1@worker-2:0,1 bash examples/ds_pretrain_gpt2_multinode.sh       on some slots of some hosts
@@ -47,7 +47,7 @@ fi
 LAST=$(($(grep -c '^[[:space:]]*[^#[:space:]]' "$HOSTFILE") - 1))
 ((NODE_RANK <= LAST)) || fail "NODE_RANK is $NODE_RANK: give this host's number in $HOSTFILE, from 0 to $LAST"
 
-HOSTS=(--log_level warning --hostfile "$HOSTFILE" --master_port "$MASTER_PORT")
+HOSTS=(--hostfile "$HOSTFILE" --master_port "$MASTER_PORT")
 if [ -n "$MASTER_ADDR" ]; then HOSTS+=(--master_addr "$MASTER_ADDR"); fi
 if [ -n "$INCLUDE" ]; then HOSTS+=(--include "$INCLUDE"); fi
 if [ -n "$SSH_PORT" ]; then HOSTS+=(--ssh_port "$SSH_PORT"); fi
@@ -55,4 +55,5 @@ if [ -n "$NODE_RANK" ]; then HOSTS+=(--no_ssh --node_rank "$NODE_RANK"); else HO
 if [ -n "$INTERFACE" ]; then HOSTS+=("--launcher_args=--mca btl_tcp_if_include $INTERFACE"); fi
 
 arguments --load "$SAVE" --checkpoint-activations "$@"
-run deepspeed "${HOSTS[@]}" "$(realpath "$(dirname "$0")/..")/pretrain_gpt2.py" "${ARGUMENTS[@]}"
+HERE=$(realpath "$(dirname "$0")/..")
+run python "$HERE/tools/launch.py" "${HOSTS[@]}" "$HERE/pretrain_gpt2.py" "${ARGUMENTS[@]}"

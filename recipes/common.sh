@@ -32,12 +32,11 @@ train() {
         --save-interval 1000 --keep-last 3 --async-save --eval-interval 1000 --eval-iters 20 --run-dir "$RUN_DIR" "$@"
     )
     if is_on "$COMPILE" COMPILE; then arguments+=(--compile); fi
-    local hosts=(--num_gpus "$GPUS")
-    if [ -n "$HOSTFILE" ]; then hosts=(--hostfile "$HOSTFILE"); fi
+    local start=(deepspeed --log_level critical --num_gpus "$GPUS")
+    if [ -n "$HOSTFILE" ]; then start=(python "$HERE/tools/launch.py" --hostfile "$HOSTFILE"); fi
     case "$LAUNCHER" in
     deepspeed)
-        run deepspeed --log_level critical "${hosts[@]}" --master_port "$MASTER_PORT" "$HERE/pretrain_gpt2.py" \
-            "${arguments[@]}"
+        run "${start[@]}" --master_port "$MASTER_PORT" "$HERE/pretrain_gpt2.py" "${arguments[@]}"
         ;;
     srun) # each task is a rank; the variables are from recipes/slurm.sbatch
         # shellcheck disable=SC2086

@@ -2,7 +2,8 @@
 
     python tasks/main.py --task MNLI --train-data train.tsv --valid-data dev_matched.tsv dev_mismatched.tsv \\
         --pretrained-checkpoint checkpoints/bert --epochs 3 --batch-size 8 --lr 5e-5 --save checkpoints/mnli
-    deepspeed --num_gpus 4 tasks/main.py --task TSV --text-columns question answer --label-column good ...
+    deepspeed --log_level critical --num_gpus 4 tasks/main.py --task TSV --text-columns question answer \\
+        --label-column good ...
     python tasks/main.py --task LAMBADA --valid-data lambada.jsonl --strict-lambada --load checkpoints/gpt2
 
 The classifier is a linear layer on BERT's pooler. After each epoch the accuracy is printed, written to --metrics-file,

@@ -163,6 +163,13 @@ def test_commands_are_read_by_their_programs(page: str, prepared: Path, monkeypa
     assert not problems, "\n".join(problems)
 
 
+def test_deepspeed_is_started_so_that_its_launcher_is_silent() -> None:
+    """At the level "info" it repeats the whole command after the error of a rank, and over pdsh at each level."""
+    started = [command for command in COMMANDS if "deepspeed" in command.words[:1]]
+    loud = [c for c in started if c.words[1:3] != ("--log_level", "critical") or "--hostfile" in c.words]
+    assert started and not loud
+
+
 @pytest.mark.parametrize("page", [page for page in NAMES if any(entry(REAL, c) for c in COMMANDS if c.page == page)])
 def test_commands_run(page: str, programs: Programs, prepared: Path, tmp_path: Path) -> None:
     """One after the other, as a reader of the page would type them."""

@@ -17,6 +17,7 @@ from support.warm import exit_code, start
 
 from megatron.common.errors import ResourceError
 from megatron.common.screen import LossyStream, check_output
+from megatron.launch.environment import free_port
 
 SETTINGS = (
     "--train-iters 2 --batch-size 2 --global-batch-size 8 --eval-iters 0 --model-parallel-size 2 --pipe-parallel-size 1"
@@ -41,6 +42,14 @@ def test_output_has_only_the_summary_and_progress(programs, arguments):
     assert [begin for begin in begins if any(line.startswith(begin) for line in lines)] == list(begins), lines
     assert all(line.startswith(("> ", "iteration ")) for line in lines), lines
     assert [line[:13] for line in lines[-2:]] == ["iteration 1/2", "iteration 2/2"]
+
+
+def test_the_error_of_a_rank_is_all_that_is_printed(programs, arguments):
+    """By the documented command; at DeepSpeed's own log level its launcher would repeat the whole command after it."""
+    launcher = f"deepspeed --log_level critical --num_gpus 2 --master_port {free_port()}".split()
+    ended = programs.run(*launcher, *map(str, arguments), "--hidden-size", "33")
+    error = "pretrain_gpt2.py: error: --hidden-size 33 is not a multiple of --num-attention-heads 4: use 32 or 36\n"
+    assert (ended.returncode, ended.output) == (2, error)
 
 
 def test_verbose_output_is_that_of_deepspeed(programs, arguments):

@@ -3,6 +3,7 @@
 The hosts are network namespaces, see ``support/hosts.py``; they share their files, as over NFS.
 """
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,7 +63,7 @@ def on_each(programs: Programs, hosts: Hosts, *commands: list, **environ: str) -
         return [finished.result().ok() for finished in started]
 
 
-def test_deepspeed_over_pdsh(programs, hosts, warm_python, settings, train_in_ranks, tmp_path) -> None:
+def test_launch_py_over_pdsh(programs, hosts, warm_python, settings, train_in_ranks, tmp_path) -> None:
     """Three stages on two hosts, two of them on the first."""
     stages = ("--pipe-parallel-size", "3")
     train_in_ranks(3, *SETTINGS, *stages, "--metrics-file", tmp_path / "one_host")
@@ -77,7 +78,7 @@ def test_deepspeed_over_pdsh(programs, hosts, warm_python, settings, train_in_ra
     assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
 
 
-def test_deepspeed_with_open_mpi(programs, hosts, settings, on_one_host, tmp_path) -> None:
+def test_launch_py_with_open_mpi(programs, hosts, settings, on_one_host, tmp_path) -> None:
     variables = {"LAUNCHER": "openmpi", "INTERFACE": INTERFACE, "HOSTFILE": str(hosts.hostfile(1, 2)), **AS_ROOT}
     programs.run(
         *hosts.on("host-1"), *SCRIPT, *settings, *TP1, "--metrics-file", tmp_path / "metrics",
@@ -86,7 +87,7 @@ def test_deepspeed_with_open_mpi(programs, hosts, settings, on_one_host, tmp_pat
     assert losses(tmp_path / "metrics") == on_one_host
 
 
-def test_deepspeed_without_ssh(programs, hosts, warm_python, settings, on_one_host, tmp_path) -> None:
+def test_launch_py_without_ssh(programs, hosts, warm_python, settings, on_one_host, tmp_path) -> None:
     """Started once on each host."""
     files = {"HOSTFILE": str(hosts.hostfile(1, 2)), "SAVE": str(tmp_path / "saved"), "MASTER_ADDR": "host-1"}
     commands = [
@@ -95,6 +96,26 @@ def test_deepspeed_without_ssh(programs, hosts, warm_python, settings, on_one_ho
     ]
     on_each(programs, hosts, *commands, **files, **warm_python)
     assert losses(tmp_path / "metrics") == on_one_host
+
+
+def test_deepspeed_over_pdsh(programs, hosts, warm_python, settings, on_one_host, tmp_path) -> None:
+    """The command itself, without tools/launch.py."""
+    command = ("deepspeed", "--hostfile", hosts.hostfile(1, 2), "pretrain_gpt2.py", *settings)
+    environ = {"DS_ENV_FILE": str(hosts.folder / "deepspeed_env"), **warm_python}
+    programs.run(*hosts.on("host-1"), *command, "--metrics-file", tmp_path / "metrics", **environ).ok()
+    assert losses(tmp_path / "metrics") == on_one_host
+
+
+@pytest.mark.parametrize("place", [{"LAUNCHER": "pdsh"}, {"NODE_RANK": "0", "MASTER_ADDR": "host-1"}])
+def test_the_error_of_a_rank_is_all_that_is_printed(programs, hosts, warm_python, place, tmp_path) -> None:
+    """DeepSpeed's launchers add no lines, which would repeat the whole command."""
+    files = {"HOSTFILE": str(hosts.hostfile(1, 2)), "SAVE": str(tmp_path / "saved"), **place}
+    environ = {"DS_ENV_FILE": str(hosts.folder / "deepspeed_env"), **ENVIRONMENT, **warm_python}
+    command = (*SCRIPT, "--hidden-size", "33", "--num-attention-heads", "4")
+    ended = programs.run(*hosts.on("host-1"), *command, **files, **environ)
+    lines = re.sub("^host-[12]: ", "", ended.output, flags=re.MULTILINE).splitlines()
+    assert ended.returncode == 2 and any("--hidden-size 33 is not a multiple" in line for line in lines), ended.output
+    assert all(line.startswith("pretrain_gpt2.py: error: ") for line in lines), ended.output
 
 
 def test_torchrun_with_a_rendezvous(programs, hosts, settings, on_one_host, tmp_path) -> None:

@@ -75,7 +75,8 @@ def script(candidate: Candidate) -> str:
     request, devices = candidate.request, candidate.request.devices
     program, accelerator = request.program, request.machine.device.accelerator
     several = devices > request.machine.per_node
-    hosts = f'--hostfile "$here/{HOSTFILE}"' if several else f"--num_gpus {devices}"
+    on_this_host = f"deepspeed --log_level critical --num_gpus {devices}"
+    start = f'python tools/launch.py --hostfile "$here/{HOSTFILE}"' if several else on_this_host
     of_hosts = f' --deepspeed_hostfile "$here/{HOSTFILE}"' if several else ""
     data = {name: value for name, value in candidate.given.items() if name in _DATA_FLAGS}
     flags = "".join(
@@ -90,7 +91,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 {"export DS_ACCELERATOR=cpu" if accelerator == "cpu" else ""}
 data=({shlex.join(itertools.chain.from_iterable(value.arguments for value in data.values()))})
-start=(deepspeed --log_level {"warning" if several else "critical"} {hosts})
+start=({start})
 case "${{LAUNCHER:-deepspeed}}" in
 deepspeed) ;;
 accelerate)
