@@ -19,7 +19,7 @@ from megatron.tools.convert.inspection import KINDS, FoundCheckpoint, find, veri
 
 if TYPE_CHECKING:
     from megatron.tools.convert.full_model import FullModel
-    from megatron.tools.convert.huggingface_files import Vocabulary
+    from megatron.tools.convert.vocabulary import Vocabulary
 
 MAX_SHARD_SIZE = "5GB"
 

@@ -101,9 +101,10 @@ def _to_hf(args: argparse.Namespace) -> None:
     size = shard_size(args)
     found = find_source(args, "tag", "folder", "universal", "safetensors")
 
-    from megatron.tools.convert.huggingface_files import TOKENIZERS, files_for_huggingface, read_run_tokenizer
+    from megatron.tools.convert.huggingface_files import files_for_huggingface
     from megatron.tools.convert.load_and_save import read_model, write_huggingface
     from megatron.tools.convert.lora import merge_adapters
+    from megatron.tools.convert.vocabulary import TOKENIZERS, read_run_tokenizer
 
     model = merge_adapters(read_model(found)) if args.merge_lora else read_model(found)
     assert model.description is not None, "a checkpoint of this suite"
@@ -137,12 +138,8 @@ def _from_hf(args: argparse.Namespace) -> None:
     found = find_source(args, "huggingface")
 
     from megatron.model.huggingface import read_config
-    from megatron.tools.convert.huggingface_files import (
-        TOKENIZERS,
-        carried_files,
-        count_tokens,
-        read_folder_tokenizer,
-    )
+    from megatron.tools.convert.huggingface_files import carried_files
+    from megatron.tools.convert.vocabulary import TOKENIZERS, count_tokens, read_folder_tokenizer
 
     tokenizer = read_folder_tokenizer(found.path, read_config(found.path))
     tokens = len(tokenizer.tokens) if tokenizer is not None else count_tokens(found.path)
@@ -207,7 +204,7 @@ def _from_megatron(args: argparse.Namespace) -> None:
     check_output(args)
 
     from megatron.tokenizer.base import EOD
-    from megatron.tools.convert.huggingface_files import read_bpe
+    from megatron.tools.convert.vocabulary import read_bpe
 
     has_tokenizer = args.vocab_file or args.merge_file
     files = tokenizer_files(GPT2_BPE, args.vocab_file, args.merge_file, None)

@@ -14,7 +14,7 @@ from megatron.common.tokenizer_files import GPT2_BPE
 from megatron.tokenizer.base import EOD, check_texts
 from megatron.tokenizer.words import SEP
 from megatron.tools.command_line import ToolParser, check_values, output_folder, progress_bar, run_tool
-from megatron.tools.convert.huggingface_files import CASED, LOWER_CASE, Vocabulary
+from megatron.tools.convert.vocabulary import CASED, LOWER_CASE, Vocabulary
 from megatron.tools.preprocess.corpus import line_texts, read_chunks
 from megatron.tools.preprocess.file_lines import format_of
 from megatron.tools.preprocess.inputs import add_input_flags, expand_inputs, text_size

@@ -20,7 +20,7 @@ from megatron.engines import deepspeed_silenced, silence_known_warnings
 from megatron.launch.distributed import distributed
 from megatron.parallel.layout import ParallelLayout
 from megatron.tokenizer.base import EOD
-from megatron.tools.convert.huggingface_files import Vocabulary
+from megatron.tools.convert.vocabulary import Vocabulary
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import TextGenerator
 from megatron.tools.inference.model import LanguageModel, load_model

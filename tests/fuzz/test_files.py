@@ -27,8 +27,8 @@ from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.model.huggingface import config_of, read_json
 from megatron.tools.convert.full_model import check_sizes as check_model
 from megatron.tools.convert.full_model import read_tensors
-from megatron.tools.convert.huggingface_files import read_folder_tokenizer
 from megatron.tools.convert.inspection import find, read_config
+from megatron.tools.convert.vocabulary import read_folder_tokenizer
 from megatron.tools.inference.images import FORMATS, decoded
 from megatron.tools.preprocess.job import Journal, Milestone, Summary, Written
 

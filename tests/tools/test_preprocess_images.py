@@ -50,7 +50,7 @@ OPENAI = [
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with bytes, and a few merges."""
-    from megatron.tools.convert.huggingface_files import Vocabulary
+    from megatron.tools.convert.vocabulary import Vocabulary
 
     folder = tmp_path_factory.mktemp("tokenizer")
     Vocabulary("GPT2BPETokenizer", *train_gpt2_bpe(["User: What? Assistant: A cat"] * 3, 270, 2)).write(folder)

@@ -38,8 +38,9 @@ from megatron.tools.convert.full_model import (
     without_padding,
     write_tensors,
 )
-from megatron.tools.convert.huggingface_files import Vocabulary, copy_carried, keep_chat_template
+from megatron.tools.convert.huggingface_files import copy_carried, keep_chat_template
 from megatron.tools.convert.inspection import RUN_KEY, FoundCheckpoint, read_config, read_description
+from megatron.tools.convert.vocabulary import Vocabulary
 
 
 def read_model(checkpoint: FoundCheckpoint) -> FullModel:

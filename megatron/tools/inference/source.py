@@ -27,8 +27,8 @@ from megatron.model.huggingface import read_config as read_folder_config
 from megatron.model.spec import ArchitectureSpec
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from megatron.tools.convert.huggingface_files import TOKENIZERS, Vocabulary, read_bpe, read_folder_tokenizer
 from megatron.tools.convert.inspection import FoundCheckpoint, find, read_config, read_description
+from megatron.tools.convert.vocabulary import TOKENIZERS, Vocabulary, read_bpe, read_folder_tokenizer
 
 
 @dataclass(frozen=True)

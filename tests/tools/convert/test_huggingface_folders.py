@@ -27,8 +27,9 @@ from megatron.model.architectures import architecture_of
 from megatron.model.huggingface import config_of, read_config, source_shapes, write_config
 from megatron.model.huggingface.llama import LLAMA_FORMATS
 from megatron.tools.convert.full_model import FullModel, write_tensors
-from megatron.tools.convert.huggingface_files import Vocabulary, files_for_huggingface, read_folder_tokenizer
+from megatron.tools.convert.huggingface_files import files_for_huggingface
 from megatron.tools.convert.load_and_save import lazy_weights, read_huggingface, write_checkpoint, write_huggingface
+from megatron.tools.convert.vocabulary import Vocabulary, read_folder_tokenizer
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 M_MMAP_THRESHOLD = -3

@@ -37,7 +37,7 @@ def _make_model(folder: Path, texts: list[str]) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-    from megatron.tools.convert.huggingface_files import Vocabulary
+    from megatron.tools.convert.vocabulary import Vocabulary
     from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe
 
     folder.mkdir()

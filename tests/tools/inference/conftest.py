@@ -14,7 +14,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with a BPE of 300 tokens; every weight is drawn at random, wide enough to be decided."""
     from support.whole_models import write_gpt2
 
-    from megatron.tools.convert.huggingface_files import Vocabulary
+    from megatron.tools.convert.vocabulary import Vocabulary
     from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe
 
     vocabulary, merges = train_gpt2_bpe([TEXT] * 3, 300, 2)

@@ -9,7 +9,7 @@ import pytest
 from megatron.common.errors import CheckpointError, ConfigError, DataError
 from megatron.config import ModelConfig
 from megatron.tokenizer.published import HuggingFaceTokenizer
-from megatron.tools.convert.huggingface_files import count_tokens, read_folder_tokenizer
+from megatron.tools.convert.vocabulary import count_tokens, read_folder_tokenizer
 from megatron.tools.inference.source import TokenizerFiles, config_on, open_source
 
 
