@@ -103,7 +103,7 @@ def open_source(
         without = "reads no images" if LLAVA.name in names else "has no encoder"
         reasons = {GPT2.name: without, T5.name: "has an encoder", LLAVA.name: "reads images"}
         reason = reasons.get(config.architecture, "cannot generate text")
-        raise ConfigError(f"{path} is a {config.architecture} model, which {reason}: name a {names[0]} model")
+        raise ConfigError(f"{path} is a {config.architecture} model, which {reason}: name one of {accepted[0].program}")
     tokenizer: Tokenizer
     if found.kind != "huggingface":
         description = read_description(found)

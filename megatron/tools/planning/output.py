@@ -320,7 +320,7 @@ def _reasons_against_others(plan: Plan, request: Request) -> Iterator[str]:
         nearest = plan.too_large[0]
         yield (
             f"{len(plan.too_large):6,}  take more than {with_prefix(request.room, 'B')}; the smallest of them "
-            f"{with_prefix(nearest.memory.total, 'B')}"
+            f"{with_prefix(nearest.memory.total - request.room, 'B')} more"
         )
     for rejection in plan.rejections:
         yield f"{rejection.layouts:6,}  {rejection.reason}; such as: {rejection.example}"
