@@ -65,7 +65,7 @@ def test_tools_recognize_a_checkpoint_of_bert(programs: Programs, one_process, t
     )
     refused = programs.warm(1, "tools/generate.py", "--load", folder, "--prompt", "Baka")
     assert refused.returncode == 2 and len(refused.output.splitlines()) == 1
-    assert f"{folder} is a BERT model, which cannot generate text: name a GPT-2 model" in refused.output
+    assert f"{folder} is a BERT model, which cannot generate text: name one of pretrain_gpt2.py" in refused.output
     convert, file = "tools/convert_checkpoint.py", tmp_path / "one.safetensors"
     programs.warm(1, convert, "merge", folder, "--output", file).ok()
     report = programs.warm(1, "tools/inspect_checkpoint.py", file).ok().output
