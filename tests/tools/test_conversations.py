@@ -209,21 +209,22 @@ def test_tools_are_for_the_template_of_that_name_as_in_transformers(chat_folder:
         assert [copy.conversation(MESSAGES, tools).text for copy in copies] == [text] * 4
 
 
-def test_transformers_ends_a_text_where_an_answer_ends(tmp_path: Path) -> None:
-    """As after the fine-tuning of a Qwen that was no chat model before."""
+@pytest.mark.parametrize(("eos_token", "ends"), [("</s>", [2, 4]), ("<|im_end|>", [4, 2])])
+def test_transformers_ends_a_text_where_an_answer_ends(tmp_path: Path, eos_token: str, ends: list[int]) -> None:
+    """As after the fine-tuning of a Qwen that was no chat model before; its tokenizer may already name the end."""
     import tokenizers
     from transformers import GenerationConfig, PreTrainedTokenizerFast
 
     special = ["</s>", "<|im_start|>", "<|im_end|>"]
     encoder = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "assistant": 1}, unk_token="a"))
     encoder.add_special_tokens(special)
-    PreTrainedTokenizerFast(tokenizer_object=encoder, eos_token=special[0]).save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=encoder, eos_token=eos_token).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2, "top_k": 7}')
     template = ChatTemplate(CHATML.replace("eos_token", "'<|im_end|>'").replace("bos_token", "''"), {})
     for _ in range(2):
         keep_chat_template(tmp_path, {"config": {"data": {"chat_template": record_of(template)}}})
         settings = GenerationConfig.from_pretrained(tmp_path)
-        assert (settings.eos_token_id, settings.top_k) == ([2, 4], 7)
+        assert (settings.eos_token_id, settings.top_k) == (ends, 7)
 
 
 def test_a_template_of_another_tokenizer_is_an_error(chat_folder: Path) -> None:

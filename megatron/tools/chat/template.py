@@ -233,15 +233,16 @@ class ChatPrompts:
     """Makes prompts with the chat template and the tokenizer of a model.
 
     Attributes:
-        stop: the special token with which the template ends an answer, unless it is the end-of-document token.
+        end: id of the special token with which the template ends an answer; None if there is none.
+        stop: its text, unless it is the end-of-document token.
         hidden: the special tokens, which no answer has: a message could not contain it.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self._template, self._tokenizer = template, tokenizer
         special, end = special_tokens(tokenizer), template.turn_end()
-        names = [text for text, id in special.items() if end.startswith(text) and id != tokenizer.eod]
-        self.stop = tuple(names[:1])
+        self.end = next((id for text, id in special.items() if end.startswith(text)), None)
+        self.stop = tuple(text for text, id in special.items() if id == self.end != tokenizer.eod)
         self.hidden = tuple(sorted(special, key=len, reverse=True))
 
     def tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -111,11 +111,11 @@ def keep_chat_template(folder: Path, description: Mapping[str, Any]) -> None:
 def _end_at_answers(folder: Path, record: str) -> None:
     """Let ``transformers`` end a text at the special token with which the template of ``record`` ends an answer."""
     tokenizer, file = HuggingFaceTokenizer(str(folder / TOKENIZER)), folder / GENERATION
-    known = (tokenizer.eod, *sorted(tokenizer.other_ends - {tokenizer.eod}))
-    stop = ChatPrompts(recorded_template(record, tokenizer), tokenizer).stop
-    if new := [id for id in map(tokenizer.special_tokens.__getitem__, stop) if id not in known]:
+    end = ChatPrompts(recorded_template(record, tokenizer), tokenizer).end
+    if end is not None and end not in tokenizer.other_ends:
         settings = read_json(file) if file.exists() else {}
-        file.write_text(as_json(settings | {"eos_token_id": [*known, *new]}, indent=2) + "\n", encoding="utf-8")
+        ends = dict.fromkeys((tokenizer.eod, *sorted(tokenizer.other_ends), end))
+        file.write_text(as_json(settings | {"eos_token_id": [*ends]}, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_carried(files: Mapping[str, Path], folder: Path) -> None:
