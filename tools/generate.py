@@ -67,7 +67,7 @@ INTERVALS = {
     "min_p": "[0, 1]",
     "repetition_penalty": "[0.01, 100]",
     "length_penalty": "[-20, 20]",
-    "num_beams": "[1, inf)",
+    "num_beams": "[1, 1024]",
     "seed": "[0, inf)",
 }
 

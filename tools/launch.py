@@ -18,6 +18,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 
 from megatron.common.screen import ignore_lost_output
+from megatron.launch.host_limits import check_host
 from megatron.tools.cluster.elastic import TooFewHostsError, announce, run_elastic
 from megatron.tools.cluster.elastic_run import ElasticRun
 from megatron.tools.cluster.launch_flags import read_launch
@@ -43,6 +44,7 @@ def main() -> None:
     command = [sys.executable, str(RUNNER), *launcher_arguments(launch, os.environ)]
     folder = checkpoint_folder(launch.arguments) if launch.max_restarts else Path()
     check_arguments(launch, os.environ)
+    check_host(os.environ)  # before DeepSpeed's launcher, which needs the same
     environ = {**os.environ, **ssh_options_for_pdsh(os.environ)}
     progress = partial(newest_checkpoint, folder)
     sys.exit(run_with_restarts(lambda: supervise(command, environ), progress, launch.max_restarts))

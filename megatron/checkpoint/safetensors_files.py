@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import safetensors
 
 from megatron.common.errors import CheckpointError, first_line
-from megatron.common.reading import check_regular, parse_json
+from megatron.common.reading import LARGEST_SETTINGS, parse_json, regular
 from megatron.model.huggingface import read_json
 
 SAFETENSORS = "model.safetensors"
@@ -68,22 +68,24 @@ def files_with(path: Path, *names: str) -> dict[Path, set[str]]:
 
 def _entries_of(file: Path) -> dict[str, Entry]:
     try:
-        check_regular(file)
+        _check_header(file)
         with safetensors.safe_open(file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}
             entries = {
                 name: Entry(file, tuple(part.get_shape()), part.get_dtype()) for name, part in sorted(slices.items())
             }
-        _check_header(file)
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise broken(file, error) from None
     return entries
 
 
 def _check_header(file: Path) -> None:
-    """Raise ValueError if a tensor occurs twice, which the library does not check."""
-    with open(file, "rb") as opened:
-        header = opened.read(int.from_bytes(opened.read(8), "little"))  # at most 100 MB, as the library has checked
+    """Raise ValueError if a tensor occurs twice or the header is far too long, which the library does not check."""
+    with open(file, "rb", opener=regular) as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > LARGEST_SETTINGS:
+            raise ValueError(f"its header has {size:,} bytes, and at most {LARGEST_SETTINGS:,} are read")
+        header = opened.read(size)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = Counter(name for name, _ in pairs)

@@ -106,6 +106,8 @@ class IndexedDataset:
             totals = Totals(*cached_numbers(cache, name, "index", np.int64, count, find).tolist())
         check_regular(self.bin_path)  # also fails if it is not readable
         size, itemsize = self._sizes_and_times[0], index.dtype.itemsize
+        if size != totals.tokens * itemsize and cache is not None:
+            totals = check(self.idx_path, index)  # the cached numbers may be damaged
         if size != totals.tokens * itemsize:
             problem = "is truncated" if size < totals.tokens * itemsize else "does not belong to its index"
             raise DataError(

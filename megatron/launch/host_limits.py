@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron.common.errors import ResourceError, first_line
 
 _FILES, _MOST_FILES = 128, 4096
-_ADDRESSES, LEAST_DATA = 1 << 29, 3 << 27
+_ADDRESSES, LEAST_DATA = 1 << 30, 3 << 27
 _THREADS = 16
 _ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TEXTS = (
@@ -94,7 +94,9 @@ def _connect_to_itself() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(1)
-        socket.create_connection(server.getsockname(), timeout=5).close()
+        with socket.socket() as client:
+            client.settimeout(5)
+            client.connect(server.getsockname())
 
 
 def failure_of_host(error: BaseException) -> str | None:

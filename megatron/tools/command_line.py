@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from megatron.cli.layer import group, is_flag, read_layer
 from megatron.cli.parser import build_parser
@@ -198,7 +198,7 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        _discard_output()
+        _discard(sys.stdout)
         sys.exit(141)
     except Exception as error:
         if (problem := unusable_path(error)) is not None:
@@ -208,22 +208,25 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
             raise
         with suppress(OSError):
             sys.stdout.flush()
-        _discard_output()
+        _discard(sys.stdout)
         _print_error(limit)
         sys.exit(ResourceError.exit_code)
     sys.exit(0)
 
 
-def _discard_output() -> None:
-    """Give the interpreter, which flushes stdout once more on its way out, somewhere to write."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _discard(stream: TextIO) -> None:
+    """Give the interpreter, which flushes ``stream`` once more on its way out, somewhere to write."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _print_error(message: str) -> None:
-    """Print an error after what stdout has, as far as that can still be written."""
+    """Print an error after what stdout has, as far as both can still be written."""
     with suppress(OSError):
         sys.stdout.flush()
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    try:
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    except OSError:  # the exit code says it still
+        _discard(sys.stderr)
 
 
 def print_warnings(messages: Iterable[str]) -> None:

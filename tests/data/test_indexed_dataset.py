@@ -14,6 +14,7 @@ import pytest
 from megatron.common.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.data.map_cache import CHECKED_ONCE
 
 GOLDEN_IDX = bytes.fromhex(
     "4d4d4944494458000001000000000000000802000000000000000300000000000000"
@@ -50,6 +51,14 @@ def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
     assert dataset.doc_idx.tolist() == [0, 2, 2, 4, 5]
     assert dataset.document_starts.tolist() == [0, 3, 3, 6, 7]
     assert dataset.span(1, 3).tolist() == [1, 2, 3]
+
+
+def test_damaged_numbers_in_the_cache_are_computed_again(tmp_path: Path, write_dataset: Callable[..., str]) -> None:
+    prefix = write_dataset([[token % 9] for token in range(CHECKED_ONCE // 20)])
+    tokens = IndexedDataset(prefix, cache=tmp_path).num_tokens
+    (stored,) = tmp_path.glob("*_index.npy")
+    np.save(stored, np.zeros_like(np.load(stored)))
+    assert IndexedDataset(prefix, cache=tmp_path).num_tokens == tokens
 
 
 @pytest.mark.parametrize("index", [GOLDEN_IDX, LEGACY_IDX], ids=["mmap", "lazy"])

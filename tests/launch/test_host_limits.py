@@ -36,7 +36,7 @@ def limited(kind: int, value: int) -> subprocess.CompletedProcess[str]:
     ("kind", "value", "advice"),
     [
         (resource.RLIMIT_NOFILE, 16, "-n"),
-        (resource.RLIMIT_AS, 1 << 28, "-v"),
+        (resource.RLIMIT_AS, 3 << 28, "-v"),
         (resource.RLIMIT_DATA, 1 << 27, "-d"),
         (resource.RLIMIT_FSIZE, 0, "-f"),
     ],
@@ -53,6 +53,20 @@ def test_a_tool_with_too_little_data_is_one_line() -> None:
     ended = subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, check=False)
     (line,) = ended.stderr.splitlines()
     assert ended.returncode == 7 and line.startswith("preprocess_data.py: error: ") and line.endswith("ulimit -d")
+
+
+def test_the_launcher_checks_before_it_starts_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    tool = f"ulimit -v 600000; {sys.executable} -B tools/launch.py --num_gpus 1 {tmp_path}/train.py"
+    ended = subprocess.run(["bash", "-c", tool], cwd=ROOT, capture_output=True, text=True, check=False)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 7 and line.startswith("launch.py: error: ") and line.endswith("raise ulimit -v")
+
+
+def test_an_error_that_cannot_be_written_has_its_exit_code() -> None:
+    with open("/dev/full", "w") as full:
+        tool = [sys.executable, "tools/plan.py", "--devices", "x"]
+        assert subprocess.run(tool, cwd=ROOT, stderr=full, check=False).returncode == 2
 
 
 @pytest.mark.parametrize("program", ["tools/plan.py", "tools/launch.py", "pretrain_gpt2.py"])
@@ -74,7 +88,7 @@ def raised(error: Exception):
     ("owner", "name", "value", "said"),
     [
         (threading.Thread, "start", raised(RuntimeError("can't start new thread")), "threads"),
-        (socket, "create_connection", raised(OSError(errno.ENETUNREACH, "Network is unreachable")), "127.0.0.1"),
+        (socket.socket, "connect", raised(OSError(errno.ENETUNREACH, "Network is unreachable")), "127.0.0.1"),
         (os, "access", lambda *_: False, "/dev/shm"),
         (host_limits, "Path", lambda _: Path("/nowhere"), "/proc"),
     ],

@@ -123,6 +123,7 @@ def test_the_step_of_a_pipeline_is_its_passes_with_the_bubble_and_what_is_waited
 @pytest.mark.parametrize(
     "words, message",
     [
+        ("--world-size 1000000000", "must be 1,000,000 at most"),
         ("--world-size 8 --rank 8", "rank 8 is not in a run of --world-size 8"),
         ("--world-size 8 --doctor README.md", "--doctor README.md has no measured all-reduce"),
         ("--world-size 8 --rank 1 --ranks 0", "--rank 1 and --ranks 0 exclude each other"),

@@ -4,7 +4,9 @@ The names are word_embeddings.weight, position_embeddings.weight, layers.N.NAME 
 final_layernorm.weight and .bias, and for the output projection head.weight, or head_copy.weight if it is tied.
 """
 
+import math
 import re
+import sys
 import zipfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,6 +63,8 @@ def _read(path: Path) -> dict[str, Any]:
 State = dict[str, Tensor]
 
 _TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
+_LONGEST_NAME = 255
+"""Bytes of the name of a file."""
 _LAYER_FILES = "layer_*-model_*-model_states.pt"
 _MODULE_FILES = "mp_rank_*_model_states.pt"
 _STAGE_FILES = "mp_rank_*/model_*rng.pt"
@@ -71,7 +75,7 @@ _NUMBERS = {
 }
 """The files of each kind: the tensor-parallel rank, and the layer or the pipeline stage."""
 _WRAPPER = re.compile(r"(module\.)*(language_model\.)?(embedding\.|transformer\.|encoder\.|decoder\.)?")
-_LAYER_NAME = re.compile(r"layers\.([0-9]+)\.(.+)")
+_LAYER_NAME = re.compile(r"layers\.([0-9]{1,9})\.(.+)")
 _STACKED_NAME = re.compile(r"layers\.([a-z].*)")
 HEAD = "head.weight"
 HEAD_COPY = "head_copy.weight"
@@ -138,7 +142,8 @@ def _with_args(folder: Path, states: list[State], file: Mapping[str, Any], versi
     for rank, state in enumerate(states):
         for name in sorted(state.keys() ^ states[0].keys()):
             raise CheckpointError(f"{folder}: of the tensor-parallel ranks 0 and {rank} only one holds {name}")
-    version = version if saved is None else float(saved)
+    if saved is not None:
+        version = math.inf if abs(saved) > sys.float_info.max else float(saved)
     return Shards(folder, states, args if isinstance(args, Namespace) else Namespace(), version)
 
 
@@ -172,7 +177,7 @@ def _folder_with_files(path: Path) -> Path:
 def _tracked(path: Path) -> Iterator[Path]:
     """Folders that the tracker files in ``path`` may name."""
     for tracker in _TRACKERS:
-        is_short = (path / tracker).is_file() and (path / tracker).stat().st_size < 4096
+        is_short = (path / tracker).is_file() and (path / tracker).stat().st_size <= _LONGEST_NAME
         name = (path / tracker).read_text(errors="replace").strip() if is_short else ""
         if re.fullmatch(r"\w[\w.-]*", name):
             yield path / name

@@ -9,7 +9,7 @@ import pickle
 import warnings
 from dataclasses import is_dataclass
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
 
@@ -40,7 +40,7 @@ _ALLOWED = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("collections", "OrderedDict"): dict,
-    ("pathlib", "PosixPath"): str,
+    ("pathlib", "PosixPath"): PurePosixPath,
 }
 
 

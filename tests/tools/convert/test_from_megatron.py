@@ -291,6 +291,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "latest").write_text("٧"),
         "no checkpoint of Megatron",
     ),
+    "a tracker of one long word": (
+        lambda folder: (folder / "latest").write_text("9" * 4000),
+        "no checkpoint of Megatron",
+    ),
     "weights that contain themselves": (
         changed(2, lambda state: state.update({"more": state})),
         "layer_02-model_00-model_states.pt cannot be read (it is nested too deep)",
@@ -410,6 +414,11 @@ def test_objects_of_other_programs_are_stubbed(tmp_path: Path, monkeypatch: pyte
 
 WRONG: list[tuple[Callable[[dict], object], str]] = [
     (lambda file: file.update(checkpoint_version="3"), "checkpoint_version is '3', and should be a number"),
+    (lambda file: file.update(checkpoint_version=10**400), "checkpoint version inf: give --checkpoint-version"),
+    (
+        lambda file: file["model"]["language_model"].update({f"layers.{'9' * 5000}.bias": torch.ones(2)}),
+        "holds weights of --num-layers 5, not of --num-layers 4",
+    ),
     (lambda file: file.update(checkpoint_version=True), "checkpoint_version is True, and should be a number"),
     (
         lambda file: file["model"]["language_model"]["embedding"]["position_embeddings"].update(

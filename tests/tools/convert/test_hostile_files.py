@@ -30,7 +30,19 @@ def with_each_tensor_twice(content: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + content[end:]
 
 
-@pytest.mark.parametrize("content", [WHOLE[:-6], with_each_tensor_twice(WHOLE)], ids=["half a file", "tensors twice"])
+def with_a_million_tensors(content: bytes) -> bytes:
+    """Each is empty; reading their names would take minutes."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    entry = '"%d":{"dtype":"F32","shape":[0],"data_offsets":[16,16]}'
+    header = content[8:end].strip()[:-1] + b"".join(b"," + (entry % number).encode() for number in range(10**6)) + b"}"
+    return len(header).to_bytes(8, "little") + header + content[end:]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [WHOLE[:-6], with_each_tensor_twice(WHOLE), with_a_million_tensors(WHOLE)],
+    ids=["half a file", "tensors twice", "a million tensors"],
+)
 def test_a_hostile_header_is_refused(tmp_path: Path, content: bytes):
     """tests/fuzz/test_files.py has others."""
     (file := tmp_path / "model.safetensors").write_bytes(content)

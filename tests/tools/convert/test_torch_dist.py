@@ -16,11 +16,13 @@ import torch
 from support.fuzzing import Attack
 from support.programs import Programs
 from support.whole_models import logits_and_weights
+from torch.distributed import checkpoint
 
 from megatron.common.errors import CheckpointError
 from megatron.tools.convert.from_megatron import GivenModel, full_model
 from megatron.tools.convert.load_and_save import write_checkpoint
 from megatron.tools.convert.megatron_files import read_shards
+from megatron.tools.convert.torch_dist import read_torch_dist
 
 SAVE = """
 import os, sys
@@ -91,6 +93,12 @@ def test_logits_are_those_of_megatron_core(run_ranks, tmp_path: Path, saved: Pat
     expected = torch.load(saved / f"{kind}-logits.pt", weights_only=True)[..., :92]
     assert expected.std() > 0.5
     torch.testing.assert_close(logits[..., :92], expected, rtol=0, atol=1e-5)
+
+
+def test_metadata_name_the_folder_they_were_saved_in(tmp_path: Path):
+    """As a path, of which Python before 3.12 writes each part."""
+    checkpoint.save(weights := {"a": torch.rand(2, 3)}, checkpoint_id=tmp_path / "iter_0000007")
+    assert read_torch_dist(tmp_path / "iter_0000007")["a"].equal(weights["a"])
 
 
 def replaced(old: bytes, new: bytes) -> Callable[[Path], None]:

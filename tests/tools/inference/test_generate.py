@@ -127,6 +127,7 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path):
         ("--load MODEL --prompt a --chat", "a chat with this model needs a chat template, and"),
         ("--load MODEL --prompt a --greedy --top-k 5", "--top-k has no effect with --greedy: leave one of them out"),
         ("--load MODEL --prompt a --num-beams 2 --temperature 2", "--temperature has no effect with --num-beams"),
+        ("--load MODEL --prompt a --num-beams 1000000000", "must be 1,024 at most"),
         ("--load MODEL --prompt a --num-beams 2 --greedy", "--greedy has no effect with --num-beams"),
         ("--load MODEL --prompt a --temperature 0", "--greedy"),
         ("--load MODEL --sample-input-file bad.jsonl --sample-output-file bad.jsonl", "is the --sample-input-file"),
