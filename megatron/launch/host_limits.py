@@ -15,7 +15,7 @@ from megatron.common.errors import ResourceError, first_line
 _FILES, _MOST_FILES = 128, 4096
 _ADDRESSES, LEAST_DATA = 1 << 30, 3 << 27
 _THREADS = 16
-_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EAGAIN)
 _TEXTS = (
     *map(os.strerror, _ERRNOS),
     "can't start new thread",
