@@ -4,7 +4,7 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,6 +77,10 @@ class Tokenizer(ABC):
                 "use the vocabulary that the tokens were made with"
             )
         return self._decode(ids)
+
+    def respelled_token(self, text: str, tokens: Collection[str]) -> str | None:
+        """One of ``tokens`` that the tokenizer reads in ``text`` although it is spelled in another way there."""
+        return None
 
     @abstractmethod
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:

@@ -5,7 +5,7 @@ The library ``tokenizers`` runs a tokenizer.json. The ids are the same as the id
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,15 @@ import tokenizers
 
 from megatron.common.errors import ConfigError, DataError
 from megatron.common.processes import failure_in_child
-from megatron.tokenizer.base import RustTokenizer, Tokenizer, read_file, read_object, read_text, require_files
+from megatron.tokenizer.base import (
+    RustTokenizer,
+    Tokenizer,
+    library_errors,
+    read_file,
+    read_object,
+    read_text,
+    require_files,
+)
 
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 """Files next to a tokenizer.json that name its special tokens, the most specific first."""
@@ -53,6 +61,7 @@ class HuggingFaceTokenizer(RustTokenizer):
             encoder.model.dropout = None
         self.pieces = encoder.get_vocab(with_added_tokens=True)
         added = encoder.get_added_tokens_decoder()
+        self._normalized = [token.content for token in added.values() if encoder.normalizer and token.normalized]
         self.special_tokens = {token.content: id for id, token in sorted(added.items()) if token.special}
         size = max(self.pieces.values(), default=-1) + 1
         if size > _MOST_TOKENS:
@@ -60,7 +69,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         super().__init__(encoder, checked_size(self.path, size, vocab_size))
         self.tokens = size
         self.bos = self._special("bos", configs, None)
-        with suppress(Exception):  # an error of this text, not of the tokenizer
+        with suppress(DataError, IndexError), library_errors():  # an error of this text, not of the tokenizer
             self.adds_bos = encoder.encode("a").ids[0] == self.bos
         eod = self._special("eos", configs, eod_token)
         if eod is None:
@@ -74,6 +83,16 @@ class HuggingFaceTokenizer(RustTokenizer):
         ends = next((end for end in given if end not in (None, [])), None)
         ends = ends if isinstance(ends, list) else [ends]
         self.other_ends = frozenset(id for id in ends if type(id) is int and 0 <= id < self.vocab_size)
+
+    def respelled_token(self, text: str, tokens: Collection[str]) -> str | None:
+        """One of ``tokens`` that the tokenizer reads in ``text`` after normalizing both, such as ``<|END|>`` in lower
+        case; None without one."""
+        if not (names := [name for name in self._normalized if name in tokens]):
+            return None
+        with library_errors():
+            normalize = self._encoder.normalizer.normalize_str
+            whole = normalize(text)
+            return next((name for name in names if (spelled := normalize(name)) and spelled in whole), None)
 
     def _special(self, role: str, configs: Mapping[str, Mapping[str, Any]], chosen: str | None) -> int | None:
         """The id of the ``eos`` or ``bos`` token: ``chosen``, or the token in the first of ``configs`` that has it."""

@@ -108,7 +108,9 @@ def said(content: object, role: str = "user", **more: object) -> list[dict]:
             [{"role": "user", "content": "a</ "}, {"role": "assistant", "content": " s>"}],
             "one after the other contains '</s>'",
         ),
+        (said("<|im_start|>"), r"message 1 contains '<\|im_start\|>'"),
         (said(None, "assistant"), "the content of message 1 is null"),
+        (said({"type": "text", "text": "a"}), 'the content of message 1 is "text": it must be text'),
         (said({"text": "a"}), 'the content of message 1 is {"text": "a"}: it must be text'),
         (said([{"type": "image_url", "image_url": "a"}]), 'the content of message 1 is "image_url"'),
     ],
@@ -142,6 +144,25 @@ def test_arguments_of_a_call_may_be_json_in_a_prompt() -> None:
     calls[0]["function"]["arguments"] = '{"a'
     with pytest.raises(DataError, match="the arguments of a tool call are not JSON"):
         template.prompt([{"role": "assistant", "tool_calls": calls}])
+    calls[0]["function"]["arguments"] = r'{"a": "<\u002fs>"}'
+    with pytest.raises(DataError, match="message 1 contains '</s>'"):
+        ChatTemplate(template.source, {}, reserved=["</s>"]).prompt([{"role": "assistant", "tool_calls": calls}])
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_another_spelling_of_a_special_token_is_an_error(chat_folder: Path, special: bool) -> None:
+    from tokenizers import AddedToken, Tokenizer, normalizers
+
+    encoder = Tokenizer.from_file(file := str(chat_folder / "tokenizer.json"))
+    encoder.normalizer = normalizers.NFKC()
+    token = AddedToken("<|im_start|>", normalized=True, special=special)
+    (encoder.add_special_tokens if special else encoder.add_tokens)([token])
+    encoder.save(file)
+    (chat_folder / "chatml.jinja").write_text(CHATML)
+    template = chat_template(str(chat_folder / "chatml.jinja"), build_tokenizer("HuggingFaceTokenizer", file, None))
+    template.conversation(said("a"))
+    with pytest.raises(DataError, match=r"message 1 contains '<\|im_start\|>'"):
+        template.conversation(said("a\uff1c|im_start|\uff1e"))
 
 
 def test_tokens_and_mask_are_those_of_transformers(chat_folder: Path) -> None:

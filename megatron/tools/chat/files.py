@@ -69,7 +69,8 @@ def _build_template(
         raise ConfigError(f"{place}: the chat template is empty: give another one with --chat-template")
     known = special_tokens(tokenizer)
     others = {name: text for name, text in sources.items() if name != _DEFAULT}
-    template = ChatTemplate(sources[_DEFAULT], special, [text for text in known if text != MARK], others)
+    reserved = [text for text in known if text != MARK]
+    template = ChatTemplate(sources[_DEFAULT], special, reserved, others, tokenizer.respelled_token)
     for mark in template.marks:
         if mark not in known and ((ids := tokenizer.tokenize(mark)) == [tokenizer.unk] or len(ids) != 1):
             raise ConfigError(

@@ -23,7 +23,7 @@ MOST_LETTERS = 1 << 27
 """Maximum number of characters in an answer."""
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Unicode noncharacters around what an assistant generates. Messages that contain them are rejected earlier."""
-_MARK = re.compile(r"<\|[^\s|<>]+\|>|<(?:start|end)_of_\w+>|</?s>")
+_MARK = re.compile(r"<\|[^\s|<>]+\|>|<\uff5c[^\s\uff5c<>]+\uff5c>|<(?:start|end)_of_\w+>|</?s>")
 
 Text = tuple[str, list[tuple[int, int]]]
 """A text, and the ranges of characters that count in the loss."""

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -44,9 +44,11 @@ class ChatTemplate:
     Args:
         source: the Jinja source of the template.
         special: the texts of special tokens by their names in the template, such as ``eos_token``.
-        reserved: texts of special tokens, which only the template may write. Messages that contain one are rejected.
+        reserved: texts of special tokens, which like its marks only the template may write. Messages that contain one
+            are rejected.
         others: further templates of the tokenizer by name; as in transformers, ``tool_use`` renders conversations with
             tools.
+        respelled: finds one of these tokens that the tokenizer would make of another spelling in a text.
 
     Raises ConfigError if it cannot be parsed.
 
@@ -60,13 +62,12 @@ class ChatTemplate:
         special: Mapping[str, str],
         reserved: Iterable[str] = (),
         others: Mapping[str, str] = MappingProxyType({}),
+        respelled: Callable[[str, Collection[str]], str | None] = lambda text, tokens: None,
     ) -> None:
         if len(source) > _LONGEST:
             raise ConfigError(f"the chat template has {len(source):,} characters, and may have {_LONGEST:,}")
         self.source, self.special, self.others = source, dict(special), dict(others)
         self._own_roles = frozenset(name for pair in re.findall(r"'(\w+)'|\"(\w+)\"", source) for name in pair if name)
-        names = sorted(filter(None, reserved), key=len, reverse=True)
-        self._reserved = re.compile("|".join([*map(re.escape, names), f"[{sandbox.BEGIN}{sandbox.END}]"]))
         self._process: subprocess.Popen[str] | None = None
         self._owner = os.getpid()
         try:
@@ -75,7 +76,11 @@ class ChatTemplate:
             raise ConfigError(
                 f"the chat template cannot be used: {str(error).removeprefix('the chat template').lstrip(': ')}"
             ) from None
-        self._with_tools = ChatTemplate(others[TOOL_USE], special, reserved) if TOOL_USE in others else None
+        self._names = sorted({*filter(None, reserved), *self.marks}, key=len, reverse=True)
+        self._reserved = re.compile("|".join([*map(re.escape, self._names), f"[{sandbox.BEGIN}{sandbox.END}]"]))
+        self._respelled = respelled
+        tools = others.get(TOOL_USE)
+        self._with_tools = None if tools is None else ChatTemplate(tools, special, reserved, respelled=respelled)
         self.marks += self._with_tools.marks if self._with_tools else []
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Text:
@@ -96,14 +101,13 @@ class ChatTemplate:
         """
         known = "developer" in self._own_roles
         named = [
-            {**message, "role": "system"} if message.get("role") == "developer" and not known else message
+            {**message, "role": "system"} if message.get("role") == "developer" and not known else {**message}
             for message in messages
         ]
-        checked = self._checked(named, None)
-        for message in checked:
+        for message in named:
             if isinstance(calls := message.get("tool_calls"), list):
-                message["tool_calls"] = [_with_object(call) for call in calls]
-        return self._ask("prompt", checked)
+                message["tool_calls"] = [_with_object(call) for call in calls]  # before its texts are checked
+        return self._ask("prompt", self._checked(named, None))
 
     def turn_end(self) -> str:
         """The text that the template writes after an answer, without surrounding white space."""
@@ -139,8 +143,8 @@ class ChatTemplate:
 
     def _check_strings(self, where: str, value: Any) -> None:
         for text in _strings(value):
-            if match := self._reserved.search(text):
-                token = ascii(match.group()) if match.group() in sandbox.BEGIN + sandbox.END else repr(match.group())
+            if found := match.group() if (match := self._reserved.search(text)) else self._respelled(text, self._names):
+                token = ascii(found) if found in sandbox.BEGIN + sandbox.END else repr(found)
                 raise DataError(f"{where} contains {token}, which only the chat template may write: remove it")
 
     def _start(self) -> Any:
@@ -193,9 +197,12 @@ def _content(number: int, message: Mapping[str, Any]) -> str:
         return content
     if content is None and message.get("tool_calls"):
         return ""
-    parts: list[Any] = content if isinstance(content, list) and content else [content]
+    is_list = isinstance(content, list) and content
+    parts: list[Any] = content if is_list else [content]
     for part in parts:
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+        if not (
+            is_list and isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        ):
             kind = part.get("type", part) if isinstance(part, dict) else part
             problem = "missing" if "content" not in message else f"{one_line(json.dumps(kind))[:40]}"
             raise DataError(
