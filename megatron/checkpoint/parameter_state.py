@@ -228,6 +228,10 @@ class SavedStates:
         def of(keys: Sequence[Any]) -> Stored:
             if keys == weights and not optimizer.keys() & {"fp32_groups", "fp32_groups_flat"}:
                 return self._first_weight(name, mp_rank % self.layout.model_parallel_size)
+            found = file.find(keys).shape
+            if "fp32_groups_flat" not in optimizer and found != shapes[name]:
+                problem = f"{name}.{keys[-1]} is of the shape {[*found]}, and should be of {[*shapes[name]]}"
+                raise CheckpointError(f"{file.path}: {problem}")
             return Stored([Piece(file, keys, span.start, span.stop)], shapes[name])
 
         return _state(file, weights, place, number, of)

@@ -98,9 +98,7 @@ def load_states(
                 state = read(name, parameter)
                 if not parameter.requires_grad:  # a frozen parameter may have been trained earlier
                     state = {WEIGHT: state[WEIGHT]}
-                outline = {
-                    key: value.outline.float() if isinstance(value, Shard) else value for key, value in state.items()
-                }
+                outline = {key: value.outline if isinstance(value, Shard) else value for key, value in state.items()}
             states[name], needed = state, updates if parameter.requires_grad else _WEIGHTS_ONLY
             steps.add(check_state(source, name, outline, getattr(parameter, "ds_shape", parameter.shape), needed))
             check_steps(source, steps)

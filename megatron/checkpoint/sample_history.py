@@ -77,7 +77,8 @@ def _up_to(iteration: int, segment: Segment) -> Segment:
     return replace(segment, last=iteration, end_place=segment.sample_indices(iteration).stop)
 
 
-_MOST_SAMPLES = 1 << 60
+MOST_SAMPLES = 1 << 60
+"""Maximum number of samples of a run."""
 _AXES = ("PP", "DP", "SP", "TP")
 
 
@@ -101,11 +102,14 @@ def _problems(description: Mapping[str, Any], history: Sequence[Segment]) -> Ite
     counts = description["iteration"], description.get("consumed_samples", place)
     if counts != (finished, place):
         yield f"it ends with iteration {finished} and sample {place}, not {counts[0]} and {counts[1]}"
+    length = description["config"]["data"].get("seq_length")
+    if length and (tokens := description.get("consumed_tokens", place * length)) != place * length:
+        yield f"{place} samples have {tokens} tokens, and a sample {length}"
     for start, stop in description.get("left_out_samples", ()):
         if not skipped <= start < stop:
             yield f"the skipped samples {start} to {stop} are not after sample {skipped}"
         skipped = stop
-    if max(place, skipped) > _MOST_SAMPLES:
+    if max(place, skipped) > MOST_SAMPLES:
         yield f"no run reads {max(place, skipped):,} samples"
 
 

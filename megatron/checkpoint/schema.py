@@ -19,6 +19,7 @@ from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ran
 from megatron.checkpoint.manifest import gone
 from megatron.checkpoint.parameter_state import SavedStates, numbered_state
 from megatron.checkpoint.run_file import SavedRun
+from megatron.checkpoint.sample_history import MOST_SAMPLES
 from megatron.checkpoint.stored import WEIGHT, State
 from megatron.common.checkpoint_folders import existing_rank_file
 from megatron.common.errors import CheckpointError, first_line
@@ -193,7 +194,7 @@ def _check_counts(
     for key, count in iterations.items():
         if type(count) is not int or not 0 <= count <= saved.iteration:
             raise _wrong(place, key, repr(count), f"a number of iterations, at most {saved.iteration}")
-    if type(found["global_samples"]) is not int:
+    if type(found["global_samples"]) is not int or not 0 <= found["global_samples"] <= MOST_SAMPLES:
         raise _wrong(place, "global_samples", repr(found["global_samples"]), "a number of samples")
     return found["skipped_steps"]
 

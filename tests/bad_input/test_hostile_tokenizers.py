@@ -53,6 +53,13 @@ def test_a_text_without_tokens_is_an_error_of_the_text(tmp_path: Path) -> None:
         tokenizer.tokenize("c")
 
 
+def test_special_tokens_that_are_not_added_may_be_missing(tmp_path: Path) -> None:
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    added = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {}}
+    tokenizer = HuggingFaceTokenizer(written(tmp_path, {"post_processor": added}))
+    assert tokenizer.tokenize("a") == [0] and not tokenizer.adds_bos
+
+
 SLOW = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
 TOO_SLOW = "x" * 200
 

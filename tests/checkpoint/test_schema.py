@@ -107,6 +107,8 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (RANK, put("global_samples", str), "global_samples is '96'"),
         (RANK, put("optimizer", None), "lacks a part"),
         (RANK, lambda content: [content], "lacks a part"),
+        (RANK, put("global_samples", lambda _: -1), "global_samples is -1, and should be a number of samples"),
+        (RANK, put("global_samples", lambda _: 1 << 90), "global_samples is 1237940039285380274899124224"),
         (RNG, put("cuda_rng_state", None), "lacks a part"),
         (RNG, lambda content: [content], "lacks a part"),
         (RNG, put("cuda_rng_state", str), "lacks a part"),
@@ -214,9 +216,22 @@ def test_it_is_not_read_for_another_layout(saved_on, run_ranks_once, programs: P
             cached_universal(newest(folders[-1]))
     words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS]
     lacking = folders[-len(RESHARDED) :]
-    ((*said,),) = run_ranks_once(1, messages_of_loading, words, [str(folder) for folder in lacking])
+    other_type = shutil.copytree(saved_on("tp2 pp2 zero1"), tmp_path / "other type")
+    for name in (f"zero_pp_rank_0_mp_rank_0{rank}_optim_states.pt" for rank in range(4)):
+        sealed(other_type, name, put(f"{BASE}/state/0/exp_avg", lambda t: t.half()))
+    loaded = [str(folder) for folder in (*lacking, other_type)]
+    ((*said, message),) = run_ranks_once(1, messages_of_loading, words, loaded)
+    assert message.startswith(f"{other_type}/global_step3: ") and ".exp_avg is float16 [" in message, message
     for folder, message in zip(lacking, said, strict=True):
         assert message.startswith(f"{folder}/global_step3 lacks a part, or holds one of another form"), message
+
+
+def test_the_shape_of_a_moment_is_compared_for_another_layout(saved_on, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved_on("dp1"), tmp_path / "saved")
+    shutil.rmtree(folder / "global_step3_universal", ignore_errors=True)
+    file = sealed(folder, RANK, put(f"{STATE}/exp_avg", lambda t: t.t().contiguous()))
+    with pytest.raises(CheckpointError, match=rf"{file}: .*exp_avg is of the shape \[\d+, \d+\]"):
+        cached_universal(newest(folder))
 
 
 def test_copies_are_compared_by_readers_of_weights(saved_on, tmp_path: Path) -> None:
@@ -269,6 +284,7 @@ DESCRIPTIONS: list[tuple[str, str, Callable[[Any], Any], str]] = [
     ),
     ("dp1", "ledger/0/end_place", lambda place: place - 1, "3 iterations have 95 samples"),
     ("dp1", "ledger", lambda ledger: ledger * 2, "iteration 3 and sample 96 are not followed by the next ones"),
+    ("dp1", "consumed_tokens", lambda tokens: tokens // 2, "96 samples have"),
     ("dp1", "consumed_samples", lambda _: 32, "it ends with iteration 3 and sample 96, not 3 and 32"),
     ("dp1", "left_out_samples", lambda _: [[0, 8], [4, 12]], "the skipped samples 4 to 12 are not after sample 8"),
     ("dp1", "left_out_samples", lambda _: [[8, 0]], "the skipped samples 8 to 0"),
