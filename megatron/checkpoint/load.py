@@ -116,6 +116,7 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     """
     engine.settle()
     config, groups = run.checkpoint, [dict(group) for group in engine.optimizer.param_groups]
+    clipping = getattr(engine.optimizer, "clip_grad", None)
     remarks = [f"--override: {line}" for line in overridden_settings(saved, run)]
     optimizer, used = optimizer_name(engine.basic_optimizer), saved.description.get("optimizer")
     if used not in (None, optimizer) and not (config.finetune or config.no_load_optim):
@@ -127,6 +128,8 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     for group, current in zip(engine.optimizer.param_groups, groups, strict=True):
         # DeepSpeed has restored the saved settings; with --override those of the command line differ and are kept.
         group.update({name: value for name, value in current.items() if name not in ("params", "step")})
+    if clipping is not None:
+        engine.optimizer.clip_grad = clipping
     # With ZeRO, DeepSpeed restores the optimizer's groups, with the saved learning rates, after the schedule.
     engine.lr_scheduler.apply()
     if config.finetune:

@@ -194,6 +194,24 @@ def messages_of_loading(words: list[str], folders: list[str]) -> list[str]:
     return said
 
 
+def test_clipping_is_that_of_the_command_line(saved_on, run_ranks_once, programs: Programs) -> None:
+    """DeepSpeed takes that of the checkpoint."""
+    processes, flags = layout("tp2 pp2 zero1")
+    words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, *flags.split(), "--override", "--clip-grad", "0.5"]
+    assert set(run_ranks_once(processes, clipping_after_loading, words, str(saved_on("tp2 pp2 zero1")))) == {0.5}
+
+
+def clipping_after_loading(words: list[str], folder: str) -> float:
+    from megatron.checkpoint.load import load_checkpoint, select_checkpoint
+    from megatron.cli import parse_run
+    from megatron.training.preflight import check
+
+    with started_engine(words) as (layout, engine):
+        to_load = check(parse_run([*words, "--load", folder], os.environ))[0]
+        load_checkpoint(engine, to_load, layout, select_checkpoint(to_load))
+        return engine.optimizer.clip_grad
+
+
 MASTERS = "optimizer_state_dict/single_partition_of_fp32_groups"
 RESHARDED: list[tuple[str, str, Change]] = [
     ("tp2 pp2 zero1", ZERO, put(MASTERS, lambda _: {})),
