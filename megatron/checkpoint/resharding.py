@@ -15,6 +15,7 @@ from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import model_file, optimizer_file
 from megatron.checkpoint.schema import (
     Updates,
+    check_loss_scale,
     check_numbers,
     check_share_of_copies,
     check_state,
@@ -72,7 +73,9 @@ def load_resharded(
         if optimizer:
             has_files = layout.has_optimizer_partitions
             file = read_file(optimizer_file(path, layout, 0, 0), mapped=True) if has_files else shared
-            restore_loss_scale(engine, file["optimizer_state_dict" if has_files else "optimizer"])
+            state = file["optimizer_state_dict" if has_files else "optimizer"]
+            check_loss_scale(path, state)
+            restore_loss_scale(engine, state)
         if progress:
             restore_progress(engine, shared)
 

@@ -6,7 +6,7 @@ read beyond the end of a moment that is smaller than its parameter.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,6 +136,14 @@ _ROUNDING = 1e-3
 """Maximum difference of copies, relative to the tensor's largest number, since devices may round differently."""
 
 
+def check_loss_scale(place: object, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the loss scale in the state of an optimizer, if it has one, is a positive number."""
+    source = vars(state["loss_scaler"]) if "loss_scaler" in state else state
+    scale = source.get("cur_scale", 1)
+    if not 0 < float(scale) < inf:
+        raise _wrong(place, "the loss scale", str(scale), "a number above 0")
+
+
 def check_steps(place: object, steps: set[int | None]) -> None:
     """Raise CheckpointError if parameters have different step counts; None is ignored."""
     counts = sorted(count for count in steps if count is not None)
@@ -207,6 +215,7 @@ def _check_optimizer(
         # At ZeRO 1 and 2 a checkpoint of an earlier version may lack it.
         if (key in found or "fp32_flat_groups" in expected) and type(found[key]) is not type(expected[key]):
             raise _wrong(place, key, type(found[key]).__name__, type(expected[key]).__name__)
+    check_loss_scale(place, found)
     for key in expected.keys() & _MASTERS:
         for number, (own, weights) in enumerate(zip(found[key], expected[key], strict=True)):
             check_tensor(place, f"{key}[{number}]", own, weights.shape, weights.dtype)

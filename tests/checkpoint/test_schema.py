@@ -71,6 +71,11 @@ def with_element(number: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
+def scale_nan(scaler: Any) -> Any:
+    scaler.cur_scale = math.nan
+    return scaler
+
+
 STATE = "optimizer/state/0"
 BASE = "optimizer_state_dict/base_optimizer_state"
 CASES: dict[str, list[tuple[str, Change | str, str]]] = {
@@ -145,6 +150,7 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
             r"fp32_flat_groups\[0\] is float32",
         ),
         (ZERO, put("optimizer_state_dict/optimizer_state_dict/state/0/exp_avg_sq", with_element(-1)), "from -1 on"),
+        (ZERO, put("optimizer_state_dict/loss_scaler", scale_nan), "the loss scale is nan"),
     ],
 }
 

@@ -197,12 +197,10 @@ def _content(number: int, message: Mapping[str, Any]) -> str:
         return content
     if content is None and message.get("tool_calls"):
         return ""
-    is_list = isinstance(content, list) and content
-    parts: list[Any] = content if is_list else [content]
+    parts: list[Any] = content if isinstance(content, list) and content else [content]
     for part in parts:
-        if not (
-            is_list and isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        ):
+        is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not is_text or part is content:
             kind = part.get("type", part) if isinstance(part, dict) else part
             problem = "missing" if "content" not in message else f"{one_line(json.dumps(kind))[:40]}"
             raise DataError(
