@@ -54,7 +54,8 @@ def _sizes(model: ModelConfig) -> str:
         sizes = {"layers": model.num_layers, "hidden": model.hidden_size, "heads": model.num_attention_heads}
         return ", ".join([model.architecture, *(f"{name} {size}" for name, size in sizes.items() if size)])
     kinds = ", ".join([_heads(model), *layer_kinds(model)])
-    return f"{model.model_preset or model_title(model)}, {_layers(model)}, hidden {model.hidden_size}, {kinds}"
+    preset = f" (preset {model.model_preset})" if model.model_preset else ""  # of which flags may change the sizes
+    return f"{model_title(model)}{preset}, {_layers(model)}, hidden {model.hidden_size}, {kinds}"
 
 
 def _sequence_ranks(parallel: ParallelConfig) -> str:
