@@ -91,6 +91,25 @@ def test_report_is_self_contained(tool: Callable, folder: Path) -> None:
     assert re.fullmatch(r"[\d.]+ ms", planned["step"][0]) and planned["step"][1] == "250 ms"
 
 
+def test_a_run_that_resumed_on_another_layout_shows_both(tool: Callable, folder: Path) -> None:
+    def resume(flags: str, resumed_after: int) -> list[tuple[str, str]]:
+        run = parse(f"--run-dir {folder} --data-path corpus {flags}", ranks=2)
+        run = replace(run, train=replace(run.train, resumed_after=resumed_after))
+        write_record(replace(run, model=replace(run.model, vocab_size=90, padded_vocab_size=128)), "cpu")
+        assert tool("report", folder).returncode == 0
+        return re.findall(r"<td class='number'>([\d,]+)</td><td>([^<]*) x DP", (folder / "report.html").read_text())
+
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"iteration": 2001, "lm_loss": 1, "seconds_per_iteration": 0.5, "memory_gb": 1}\n')
+    pipeline, tensor = "2 processes = TP 1 x PP 2", "2 processes = TP 2 x PP 1"
+    assert resume("--pipe-parallel-size 2", 1000) == []
+    assert resume("--model-parallel-size 2", 2000) == [("1", pipeline), ("2,001", tensor)]
+    plan = (folder / "report.html").read_text().partition("<h2>Plan against measurement</h2>")[2]
+    assert "<td class='number'>500 ms</td>" in plan and "<td class='number'>1 GB," in plan, "of the last layout"
+    assert resume("", 1500) == [("1", pipeline), ("1,501", "2 processes = TP 1 x PP 1")]
+    assert resume("", 0) == []
+
+
 def test_unreadable_file_is_a_one_line_error(tool: Callable, folder: Path) -> None:
     (folder / "run.json").write_text('{"format": 1, "stages": [[1]]}')
     finished = tool("report", folder)

@@ -8,7 +8,8 @@ import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -153,7 +154,7 @@ def _timeline(content: Any) -> Timeline:
     metadata = content["otherData"]
     if metadata["format"] != TRACE_FORMAT:
         raise ValueError
-    shape = Shape(**{field.name: metadata[field.name] for field in fields(Shape)})
+    shape = Shape(**{part.name: metadata[part.name] for part in fields(Shape)})
     events: list[list[Event]] = [[] for _ in metadata["places"]]
     for row in content["traceEvents"]:
         if row["ph"] == "X":
@@ -213,22 +214,34 @@ class Record:
     environment: Mapping[str, str]
     config: Mapping[str, Any]
     format: Literal[1] = 1
+    layouts: Mapping[int, str] = field(default_factory=dict)
+    """The layout from each of these iterations on, of this start of the run and of those that it continues."""
 
 
 def write_record(run: RunConfig, device: str) -> None:
-    """Write run.json. Raises OSError if it cannot be written."""
-    stages, memories = plan(run), stage_memory(run)
+    """Write run.json, with the layouts of an earlier one that the run continues.
+
+    Raises OSError if it cannot be written.
+    """
+    stages, memories, description = plan(run), stage_memory(run), describe_config(run)
+    path, begin = Path(str(run.observe.run_dir)) / RECORD, run.train.resumed_after + 1
+    layouts = dict[int, str]()
+    if begin > 1:
+        with suppress(DataError):
+            layouts = {first: layout for first, layout in read_record(path).layouts.items() if first < begin}
+    if [*layouts.values()][-1:] != [description["layout"]]:
+        layouts[begin] = description["layout"]
     flops = [stage.flops(run.data.seq_length) for stage in stages]
     record = Record(
-        description=describe_config(run),
+        description=description,
         stages=[PlannedStage(f / sum(flops), memory.total) for f, memory in zip(flops, memories, strict=True)],
         seconds=_planned_seconds(run, device, memories),
         environment=_environment(device),
         config=asdict(run),
+        layouts=layouts,
     )
-    folder = Path(str(run.observe.run_dir))
-    folder.mkdir(parents=True, exist_ok=True)
-    with replace_file(folder / RECORD, text=True) as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replace_file(path, text=True) as file:
         file.write(json.dumps(asdict(record), indent=1))
 
 

@@ -123,6 +123,13 @@ _SECTIONS = _ENVIRONMENT.from_string("""\
 {% endif %}
 <h2>Layout</h2>
 {{ pairs(record.description) if record else missing("run.json", "--run-dir") }}
+{% if record and record.layouts | length > 1 %}
+<table><tr><th class='number'>from iteration</th><th>layout</th></tr>
+{% for first, layout in record.layouts.items() %}
+<tr><td class='number'>{{ "{:,}".format(first) }}</td><td>{{ layout }}</td></tr>
+{% endfor %}
+</table>
+{% endif %}
 <h2>Plan against measurement</h2>
 {% if record %}
 <table><tr><th></th><th class='number'>planned</th><th class='number'>measured</th></tr>
@@ -219,9 +226,12 @@ def _gigabytes(giga: float) -> str:
 def _plan(
     record: Record, series: Mapping[str, Points], timeline: Timeline | None, measures: Measures | None
 ) -> list[tuple[str, str, str]]:
-    """Rows of the table: quantity, planned value and measured value."""
-    rows = []
-    seconds, memory = series["seconds_per_iteration"].values(), series["memory_gb"].values()
+    """Rows of the table: quantity, planned value and measured value, of the last layout."""
+    rows, begin = [], max(record.layouts, default=0)
+    seconds, memory = (
+        [value for iteration, value in series[key].items() if iteration >= begin]
+        for key in ("seconds_per_iteration", "memory_gb")
+    )
     if seconds and record.seconds is not None:
         rows.append(("step", duration(record.seconds), duration(median(seconds))))
     if memory and record.stages:
