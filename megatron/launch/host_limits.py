@@ -22,7 +22,9 @@ _TEXTS = (
     "can't allocate memory",
     "failed to map segment",  # the dynamic loader
     "No usable temporary directory",
-    "DataLoader worker (pid",  # it was killed, by the kernel if memory is short
+    "is killed by signal: Killed",  # a worker of the DataLoader, by the kernel if memory is short
+    "is killed by signal: Bus error",  # the same, in shared memory that is full
+    "exited unexpectedly",
 )
 
 

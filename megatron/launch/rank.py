@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -18,7 +18,7 @@ from megatron.common.environment import rank as rank_of
 from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError, one_line, unusable_path
 from megatron.common.files import restrict_new_files
 from megatron.common.packages import required_packages
-from megatron.common.processes import exit_with_launcher, leave_torchrun
+from megatron.common.processes import exit_with_launcher, ignore_exit_signals, leave_torchrun
 from megatron.common.screen import ignore_lost_output, release_stderr
 from megatron.launch.host_limits import check_host, failure_of_host
 
@@ -56,9 +56,9 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     ranks in the middle of a collective; they notice, and exit with one line each.
     """
     ignore_lost_output()
+    faulthandler.enable(_file_for_crashes(os.environ))
     exit_with_launcher(os.environ)
     leave_torchrun(os.environ)
-    faulthandler.enable(os.dup(2))  # a crash in a library shows its stack, even while stderr is buffered
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt during an import may be lost
     threading.excepthook = _report_thread
@@ -70,6 +70,37 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     rank, is_first_on_host = _rank_and_is_first()
     _write_exit_code(rank, "")
     _exit(_exit_code(main, rank, is_first_on_host), rank)
+
+
+def _file_for_crashes(environ: Mapping[str, str]) -> int:
+    """A file descriptor for the stack of a crash in a library: of stderr, also while that is buffered.
+
+    The end of a rank is reported by another one. That of the only rank is by a process that waits for it.
+    """
+    if environ.get("WORLD_SIZE", "1") != "1":
+        return os.dup(2)
+    reader, writer = os.pipe()
+    try:
+        is_reporter = os.fork() == 0
+    except OSError:  # the limits of the host are checked later
+        return os.dup(2)
+    if is_reporter:
+        os.close(writer)
+        _report_crash(reader)
+    os.close(reader)
+    return writer
+
+
+def _report_crash(reader: int) -> NoReturn:
+    """Print what comes out of a pipe when its other end has been closed, and then an error; nothing if it is empty."""
+    ignore_exit_signals()
+    with open(reader, "rb") as pipe:
+        stack = pipe.read().decode(errors="replace")
+    if stack:
+        kind = stack.partition("\n")[0].removeprefix("Fatal Python error: ")
+        print(stack, file=sys.stderr, flush=True)
+        print_error(f"a library has crashed ({kind}), where the stack above says")
+    os._exit(0)
 
 
 def _report_thread(failed: threading.ExceptHookArgs) -> None:

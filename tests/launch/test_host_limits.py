@@ -115,6 +115,8 @@ def test_what_is_missing_is_named(
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True),
         (OSError(errno.EACCES, "Permission denied"), False),
         (RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed. "), True),
+        (RuntimeError("DataLoader worker (pid 9) is killed by signal: Bus error. "), True),  # shared memory
+        (RuntimeError("DataLoader worker (pid 9) is killed by signal: Aborted. "), False),
         (RuntimeError("Resource temporarily unavailable"), True),  # a thread of gloo
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), True),  # a process
         (RuntimeError("shape mismatch"), False),

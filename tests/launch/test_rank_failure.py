@@ -49,6 +49,15 @@ def test_all_exit_and_the_cause_comes_last(
     assert ranks.output.splitlines()[-1].endswith(last), ranks.output
 
 
+def test_the_only_rank_crashes_and_a_line_comes_last(programs, tmp_path: Path) -> None:
+    """After the stack; no process is left."""
+    words = ("tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS)
+    ended = programs.python(*words, "--metrics-file", tmp_path / "metrics", FAULT="signal 0 2 SIGABRT")
+    assert ended.returncode == -signal.SIGABRT and "faulty_pretrain.py" in ended.output, ended.output
+    assert re.search(r"\npretrain_gpt2.py: error: .*\(Aborted\)[^\n]*\n$", ended.output), ended.output
+    await_processes(str(tmp_path), 0)
+
+
 def test_a_rank_whose_launcher_ended_it_before_it_noticed_does_not_wait_for_that(monkeypatch) -> None:
     """torchrun sees the end of a rank within a tenth of a second, one that waits in shared memory within two."""
     before = {number: signal.getsignal(number) for number in EXIT_SIGNALS}
