@@ -229,7 +229,6 @@ def test_inputs_may_be_folders_patterns_and_saved_data_sets(tmp_path: Path) -> N
     for name in ("folder/b.jsonl", "folder/a.txt.gz", "folder/notes.md", "folder/.c.txt", "folder/saved/1.arrow"):
         (tmp_path / name).touch()
     (saved / "0.arrow").touch()
-    (tmp_path / "folder" / "dataset_dict.json").touch()
     (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "1.arrow"}, {"filename": "0.arrow"}]}))
 
     def names(path: str, kind: str | None = None) -> list[str]:
@@ -241,6 +240,9 @@ def test_inputs_may_be_folders_patterns_and_saved_data_sets(tmp_path: Path) -> N
     assert "notes.md" in names("folder", "document")
     with pytest.raises(DataError, match="no such file"):
         names("*.parquet")
+    (tmp_path / "folder" / "dataset_dict.json").touch()
+    with pytest.raises(DataError, match="holds the data sets saved: name one of them, such as .*folder/saved"):
+        names("folder")
     for wrong in ("1", '{"filename": "../2.arrow"}'):
         (saved / "state.json").write_text(f'{{"_data_files": [{wrong}]}}')
         with pytest.raises(DataError, match="state.json"):

@@ -221,7 +221,11 @@ def _is_shared(host: HostContext, flag: str) -> bool:
 
 
 def _copy(host: HostContext, *paths: str) -> str:
-    return host.copy_command(*paths, folder=str(Path(paths[0]).parent))
+    """The command line for the user that copies files of the local host, if it has them, to the same place."""
+    folder = str(Path(paths[0]).parent)
+    if not all(Path(path).exists() for path in paths):
+        return f"ls {shlex.quote(folder)}  # the files are missing here, too: name others, or make them"
+    return host.copy_command(*paths, folder=folder)
 
 
 def check_devices(host: HostContext) -> Iterator[CheckResult]:

@@ -61,6 +61,8 @@ def expand_inputs(paths: Sequence[Path], kind: str | None) -> list[Path]:
 
 _STATE = "state.json"
 """File that lists the files of a data set written by ``save_to_disk``, in order."""
+_PARTS = "dataset_dict.json"
+"""File beside the folders of several data sets that were written together, such as train and test."""
 
 
 def _expand(path: Path, kind: str | None) -> list[Path]:
@@ -78,10 +80,12 @@ def _expand(path: Path, kind: str | None) -> list[Path]:
         if missing := [file.name for file in files if not file.exists()]:
             raise DataError(f"{path / _STATE} names {missing[0]}, and there is no such file")
         return files
+    if (path / _PARTS).is_file() and (parts := sorted(file.parent.name for file in path.glob(f"*/{_STATE}"))):
+        raise DataError(f"{path} holds the data sets {', '.join(parts)}: name one of them, such as {path / parts[-1]}")
     visible = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
     names = {None: tuple(FORMATS_BY_ENDING), IMAGES: tuple(READERS)}.get(kind)
     supported = (file for file in visible if names is None or uncompressed(file).suffix in names)
-    return sorted(file for file in supported if file.name not in (_STATE, "dataset_info.json", "dataset_dict.json"))
+    return sorted(file for file in supported if file.name not in (_STATE, "dataset_info.json", _PARTS))
 
 
 def text_size(paths: Sequence[Path], kind: str | None) -> int | None:
