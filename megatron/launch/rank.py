@@ -56,7 +56,7 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     ranks in the middle of a collective; they notice, and exit with one line each.
     """
     ignore_lost_output()
-    faulthandler.enable(_file_for_crashes(os.environ))
+    _show_crashes(os.environ)
     exit_with_launcher(os.environ)
     leave_torchrun(os.environ)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
@@ -72,23 +72,21 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     _exit(_exit_code(main, rank, is_first_on_host), rank)
 
 
-def _file_for_crashes(environ: Mapping[str, str]) -> int:
-    """A file descriptor for the stack of a crash in a library: of stderr, also while that is buffered.
+def _show_crashes(environ: Mapping[str, str]) -> None:
+    """Print the stack of Python when a library crashes, also while stderr is buffered.
 
     The end of a rank is reported by another one. That of the only rank is by a process that waits for it.
     """
-    if environ.get("WORLD_SIZE", "1") != "1":
-        return os.dup(2)
-    reader, writer = os.pipe()
-    try:
-        is_reporter = os.fork() == 0
-    except OSError:  # the limits of the host are checked later
-        return os.dup(2)
-    if is_reporter:
-        os.close(writer)
-        _report_crash(reader)
-    os.close(reader)
-    return writer
+    output = os.dup(2)
+    if environ.get("WORLD_SIZE", "1") == "1":
+        reader, writer = os.pipe()
+        with suppress(OSError):  # the limits of the host are checked later
+            if not os.fork():
+                os.close(writer)
+                _report_crash(reader)
+            os.close(reader)
+            output = writer
+    faulthandler.enable(output)
 
 
 def _report_crash(reader: int) -> NoReturn:

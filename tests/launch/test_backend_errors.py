@@ -94,7 +94,7 @@ def test_the_exit_code_of_an_error_at_the_start(monkeypatch, capsys, error, code
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)
     monkeypatch.setattr("megatron.launch.rank.exit_with_launcher", lambda _: None)
-    monkeypatch.setattr("faulthandler.enable", lambda file: None)
+    monkeypatch.setattr("megatron.launch.rank._show_crashes", lambda _: None)
 
     def main() -> int:
         raise error
