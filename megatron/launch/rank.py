@@ -79,8 +79,8 @@ def _show_crashes(environ: Mapping[str, str]) -> None:
     """
     output = os.dup(2)
     if environ.get("WORLD_SIZE", "1") == "1":
-        reader, writer = os.pipe()
         with suppress(OSError):  # the limits of the host are checked later
+            reader, writer = os.pipe()
             if not os.fork():
                 os.close(writer)
                 _report_crash(reader)
@@ -91,14 +91,16 @@ def _show_crashes(environ: Mapping[str, str]) -> None:
 
 def _report_crash(reader: int) -> NoReturn:
     """Print what comes out of a pipe when its other end has been closed, and then an error; nothing if it is empty."""
-    ignore_exit_signals()
-    with open(reader, "rb") as pipe:
-        stack = pipe.read().decode(errors="replace")
-    if stack:
-        kind = stack.partition("\n")[0].removeprefix("Fatal Python error: ")
-        print(stack, file=sys.stderr, flush=True)
-        print_error(f"a library has crashed ({kind}), where the stack above says")
-    os._exit(0)
+    try:
+        ignore_exit_signals()
+        with open(reader, "rb") as pipe:
+            stack = pipe.read().decode(errors="replace")
+        if stack:
+            kind = stack.partition("\n")[0].removeprefix("Fatal Python error: ")
+            print(stack, file=sys.stderr, flush=True)
+            print_error(f"a library has crashed ({kind}), where the stack above says")
+    finally:
+        os._exit(0)
 
 
 def _report_thread(failed: threading.ExceptHookArgs) -> None:
