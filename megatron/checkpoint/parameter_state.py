@@ -18,7 +18,7 @@ ZeRO 3 separately, in parts.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import repeat
+from itertools import product, repeat
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,30 @@ class SavedStates:
                 if is_flat(states[0][key]):
                     yield f"{name}.{key}", [state[key] for state in states]
 
+    def optimizers(self, part: slice = slice(None)) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+        """(file, state) of the base optimizer in ``part`` of its files, with moments as ``Stored``."""
+        layout, path = self.layout, self.saved.path
+        ranks = range(len(self.stages()) * layout.model_parallel_size)
+        files = [model_file(path, layout, rank) for rank in ranks]
+        if layout.has_optimizer_partitions:
+            files = [optimizer_file(path, layout, *pair) for pair in product(range(layout.zero_ranks), ranks)]
+        for file in map(self._opened, files[part] if self.saved.has_optimizer else ()):
+            base = file.find(place := self._base_optimizer(file))
+            states = {
+                number: {key: file.entry(*place, "state", number, key) for key in state}
+                for number, state in base["state"].items()
+            }
+            yield file.path, {**base, "state": states}
+
+    def _base_optimizer(self, file: StoredFile) -> tuple[str, ...]:
+        """The key path of the base optimizer's state in ``file``."""
+        if self.layout.zero_stage == 3:
+            return "optimizer_state_dict", "optimizer_state_dict"
+        if self.layout.has_optimizer_partitions:
+            return "optimizer_state_dict", "base_optimizer_state"
+        # Half precision has a wrapper, which earlier versions used at ZeRO 0.
+        return ("optimizer", "optimizer_state_dict")[: 1 + ("optimizer_state_dict" in file.content["optimizer"])]
+
     def stages(self) -> range:
         """The pipeline stages; a single one without a pipeline."""
         return range(max(self.layout.pipe_parallel_size, 1))
@@ -132,7 +156,7 @@ class SavedStates:
         path = self.saved.path
         if self.layout.pipe_parallel_size == 0:
             file = self._module(tensor_rank)
-            if name in file.find(["module"]):
+            if isinstance(file.find(["module"]).get(name), Tensor):
                 return file.entry("module", name)
         for index, layer in enumerate(architecture_of(self.config).layers(self.config)):
             file = self._opened(path / f"layer_{index:02d}-model_{tensor_rank:02d}-model_states.pt")
@@ -169,6 +193,8 @@ class SavedStates:
             first = range(experts) if is_divided else [0]
             step = experts if is_divided else 1
             parts = [self._zero1_and_2(name, stage, mp_rank, ranks[rank::step]) for rank in first]
+        if len(steps := {float(part["step"]) for part in parts if "step" in part}) > 1:
+            raise CheckpointError(f"{name}.step is {min(steps):g} and {max(steps):g} in the files of its experts")
         return {
             key: joined([part[key] for part in parts]) if is_flat(value) else value for key, value in parts[0].items()
         }
@@ -178,7 +204,7 @@ class SavedStates:
         number, shapes = self._group_of(name, 0)
         files = [self._partition(rank, mp_rank) for rank in range(self.layout.zero_ranks)]
         lengths = {parameter: math.ceil(shape.numel() / len(files)) for parameter, shape in shapes.items()}
-        start, place = _consecutive_spans(lengths)[name].start, ("optimizer_state_dict", "optimizer_state_dict")
+        start, place = _consecutive_spans(lengths)[name].start, self._base_optimizer(files[0])
 
         def of(keys: Sequence[Any]) -> Stored:
             return _divided(files, keys, start, lengths[name], shapes[name])
@@ -192,7 +218,7 @@ class SavedStates:
         with round-robin gradients.
         """
         number, shapes = self._group_of(name, stage)
-        first, place = self._partition(ranks[0], mp_rank), ("optimizer_state_dict", "base_optimizer_state")
+        first = self._partition(ranks[0], mp_rank)
         weights = ("optimizer_state_dict", "single_partition_of_fp32_groups", number)
         length = first.find(weights).numel()
         paddings = first.content["optimizer_state_dict"].get("param_alignment_paddings")
@@ -205,17 +231,16 @@ class SavedStates:
             files = (self._partition(ranks[at], mp_rank) for at in holders)
             return Stored([Piece(file, keys, *ends) for file, ends in zip(files, bounds, strict=True)], shapes[name])
 
-        return _state(first, weights, place, number, of)
+        return _state(first, weights, self._base_optimizer(first), number, of)
 
     def _zero0(self, name: str, stage: int, mp_rank: int) -> State:
         """The state at ZeRO 0: a tensor for each parameter or, with DeepSpeed's fused wrapper, for each group.
 
-        Half precision has a wrapper, which earlier versions used at ZeRO 0. In fp32 there are no master weights.
+        In fp32 there are no master weights.
         """
         index, shapes = self._group_of(name, stage)
-        file, place = self._model(mp_rank), ["optimizer"]
+        file = self._model(mp_rank)
         optimizer = file.content["optimizer"]
-        place += ["optimizer_state_dict"] if "optimizer_state_dict" in optimizer else []
         span = slice(0, shapes[name].numel())
         number, weights = index, tuple[Any, ...](("optimizer", "fp32_groups_flat", index))
         if "fp32_groups_flat" in optimizer:
@@ -234,7 +259,7 @@ class SavedStates:
                 raise CheckpointError(f"{file.path}: {problem}")
             return Stored([Piece(file, keys, span.start, span.stop)], shapes[name])
 
-        return _state(file, weights, place, number, of)
+        return _state(file, weights, self._base_optimizer(file), number, of)
 
     def _group_of(self, name: str, stage: int) -> tuple[int, Shapes]:
         return next((number, group) for number, group in enumerate(self.groups(stage)) if name in group)
@@ -260,8 +285,8 @@ class SavedStates:
 
 
 def in_memory(state: State) -> State:
-    """``state`` with its tensors read into memory, in fp32."""
-    return {key: value.read_all().float() if is_flat(value) else value for key, value in state.items()}
+    """``state`` with its tensors read into memory."""
+    return {key: value.read_all() if is_flat(value) else value for key, value in state.items()}
 
 
 def _divided(files: Sequence[StoredFile], keys: Sequence[Any], start: int, length: int, shape: torch.Size) -> Stored:

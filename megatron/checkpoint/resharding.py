@@ -15,6 +15,7 @@ from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import model_file, optimizer_file
 from megatron.checkpoint.schema import (
     Updates,
+    check_counts,
     check_loss_scale,
     check_numbers,
     check_share_of_copies,
@@ -56,10 +57,12 @@ def load_resharded(
     path, layout, updates = saved.path, saved.layout, _WEIGHTS_ONLY
     with form_errors(path):
         states = SavedStates(saved, verified=True)
-        shared = read_file(model_file(path, layout, 0), mapped=True)
+        shared = read_file(file := model_file(path, layout, 0), mapped=True)
+        applied = check_counts(file, shared, saved, progress=progress)
+        if progress:
+            engine.lr_scheduler.chosen(shared["lr_scheduler"])
         if optimizer:
-            has_state = shared["skipped_steps"] < shared["iteration"]
-            updates = Updates(moment_names(engine.basic_optimizer) if has_state else (), shared["iteration"])
+            updates = Updates(moment_names(engine.basic_optimizer) if applied else (), applied)
 
     def read(name: str, parameter: nn.Parameter) -> State:
         shape, experts = getattr(parameter, "ds_shape", parameter.shape), expert_group_of(parameter)
@@ -72,8 +75,8 @@ def load_resharded(
     with form_errors(path):
         if optimizer:
             has_files = layout.has_optimizer_partitions
-            file = read_file(optimizer_file(path, layout, 0, 0), mapped=True) if has_files else shared
-            state = file["optimizer_state_dict" if has_files else "optimizer"]
+            source = read_file(optimizer_file(path, layout, 0, 0), mapped=True) if has_files else shared
+            state = source["optimizer_state_dict" if has_files else "optimizer"]
             check_loss_scale(path, state)
             restore_loss_scale(engine, state)
         if progress:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ranks
+from megatron.checkpoint.collective_errors import gathered_on_rank_0
 from megatron.checkpoint.manifest import gone
 from megatron.checkpoint.parameter_state import SavedStates, numbered_state
 from megatron.checkpoint.run_file import SavedRun
@@ -103,33 +103,57 @@ def check_state(place: object, name: str, state: State, shape: Shape, updates: U
             )
         elif not isinstance(value, Tensor | int | float | None):
             raise _wrong(place, f"{name}.{key}", _outline(value), "a tensor or a number")
+    return _check_step(place, name, state, updates.most)
+
+
+def _check_step(place: object, name: str, state: State, most: int) -> int | None:
     if "exp_avg_sq" not in state:
         return None
     step = state.get("step")
     step = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
-    if not isinstance(step, int | float) or not 0 <= step <= updates.most or step % 1:
-        raise _wrong(place, f"{name}.step", str(step), f"a number of updates, at most {updates.most}")
+    if type(step) not in (int, float) or not 0 <= step <= most or step % 1:
+        raise _wrong(place, f"{name}.step", str(step), f"a number of updates, at most {most}")
     return int(step)
 
 
-def check_copies(states: SavedStates, part: slice = slice(None), *, optimizer: bool = True) -> None:
-    """Raise CheckpointError unless replicated tensors (``SavedStates.copies``) are equal on tensor-parallel ranks."""
+def check_copies(states: SavedStates, part: slice = slice(None), *, optimizer: bool = True) -> set[int | None]:
+    """Raise CheckpointError unless replicated tensors (``SavedStates.copies``) are equal on tensor-parallel ranks.
+
+    Returns the step counts in ``part`` of the optimizer's files, which must also be equal.
+    """
     with form_errors(states.saved.path):
+        steps: set[int | None] = set()
+        for file, base in states.optimizers(part) if optimizer else ():
+            steps |= _check_numbering(file, base, states.saved.iteration)
+        check_steps(states.saved.path, steps)
         for name, copies in states.copies(part, optimizer=optimizer):
             files = [copy.pieces[0].file.path for copy in copies]
-            first = copies[0].read_all().float()
-            check_numbers(files[0], name, first)
+            check_numbers(files[0], name, found := copies[0].read_all())
+            first = found.float()
             for file, copy in zip(files[1:], copies[1:], strict=True):
-                check_numbers(file, name, other := copy.read_all().float())
+                check_numbers(file, name, found := copy.read_all())
+                other = found.float()
                 apart, largest = (float(one.abs().max()) for one in (first - other, torch.stack([first, other])))
                 if apart > largest * max(_ROUNDING, 2 * torch.finfo(copy.dtype).eps):
-                    found = f"up to {apart:.3g} from what it is in {files[0].name}, of numbers up to {largest:.3g}"
-                    raise _wrong(file, name, found, "equal: all tensor-parallel ranks have it")
+                    difference = f"up to {apart:.3g} from what it is in {files[0].name}, of numbers up to {largest:.3g}"
+                    raise _wrong(file, name, difference, "equal: all tensor-parallel ranks have it")
+    return steps
+
+
+def _check_numbering(place: Path, base: Mapping[str, Any], most: int) -> set[int | None]:
+    """Check the numbers of the parameters in the groups of an optimizer, and their step counts, which it returns."""
+    numbers = [number for group in base["param_groups"] for number in group["params"]]
+    if numbers != list(range(len(numbers))):
+        raise _wrong(place, "the numbers of the parameters in the groups", str(numbers), f"0 to {len(numbers) - 1}")
+    return {_check_step(place, f"state[{number}]", numbered_state(base, number), most) for number in numbers}
 
 
 def check_share_of_copies(states: SavedStates) -> None:
-    """``check_copies``, distributed over all ranks: each compares every n-th parameter. Every rank must call it."""
-    on_all_ranks(lambda: check_copies(states, slice(dist.get_rank(), None, dist.get_world_size())))
+    """``check_copies``, distributed over all ranks: each compares every n-th part. Every rank must call it."""
+    part = slice(dist.get_rank(), None, dist.get_world_size())
+    gathered_on_rank_0(
+        lambda: check_copies(states, part), lambda found: check_steps(states.saved.path, set().union(*found))
+    )
 
 
 _ROUNDING = 1e-3
@@ -165,16 +189,18 @@ def read_rank_files(
 
     def read() -> set[int | None]:
         steps: set[int | None] = set()
-        skipped = 0
+        applied = saved.iteration
         for file, weights, states in rank_files(engine, saved.path, optimizer=optimizer):
             with form_errors(path := existing_rank_file(file)):
                 contents[path.name] = found = engine.checkpoint_engine.load(str(path))
                 if "module" in found:
-                    skipped = _check_counts(engine, path, found, saved, progress=progress)
+                    applied = check_counts(path, found, saved, progress=progress, mp_world_size=engine.mp_world_size)
+                    if progress:
+                        engine.lr_scheduler.chosen(found["lr_scheduler"])
                 for entry, expected in weights.items():
                     _check_weights(path, found[entry] if entry else found, expected)
                 for entry, expected in states.items():
-                    updates = Updates(moments if skipped < saved.iteration else (), saved.iteration)
+                    updates = Updates(moments if applied else (), applied)
                     steps |= _check_optimizer(path, found[entry], expected, base_tensors(engine), updates)
         return steps
 
@@ -187,24 +213,29 @@ def read_rank_files(
     return contents
 
 
-def _check_counts(
-    engine: DeepSpeedEngine, place: Path, found: Mapping[str, Any], saved: SavedRun, *, progress: bool
-) -> int:
-    """Check the counters in a rank's file against ``run.json``. Returns the number of skipped iterations."""
-    counts = {key: saved.description.get(key) for key in ("iteration", "consumed_samples")}
-    for key, count in {**counts, "mp_world_size": engine.mp_world_size}.items():
+def check_counts(place: Path, found: Mapping[str, Any], saved: SavedRun, *, progress: bool, **more: int) -> int:
+    """Check the counters in a rank's file against ``run.json`` and ``more``. Returns the number of applied iterations.
+
+    With ``progress`` also that of the learning rate, which a skipped iteration does not advance.
+    """
+    applied = saved.iteration - found["skipped_steps"]
+    expected = {
+        "iteration": saved.iteration,
+        "consumed_samples": saved.description.get("consumed_samples"),
+        "global_steps": saved.iteration,
+        **more,
+    }
+    for key, count in expected.items():
         if found.get(key, count) != count:
             raise _wrong(place, key, repr(found[key]), str(count))
-    iterations = {key: found[key] for key in ("global_steps", "skipped_steps")}
-    if progress:
-        engine.lr_scheduler.chosen(found["lr_scheduler"])
-        iterations["lr_scheduler.num_iters"] = found["lr_scheduler"]["num_iters"]
-    for key, count in iterations.items():
-        if type(count) is not int or not 0 <= count <= saved.iteration:
-            raise _wrong(place, key, repr(count), f"a number of iterations, at most {saved.iteration}")
+    if type(found["skipped_steps"]) is not int or not 0 <= applied <= saved.iteration:
+        number = f"a number of iterations, at most {saved.iteration}"
+        raise _wrong(place, "skipped_steps", repr(found["skipped_steps"]), number)
+    if progress and (type(number := found["lr_scheduler"]["num_iters"]) is not int or number != applied):
+        raise _wrong(place, "lr_scheduler.num_iters", repr(number), str(applied))
     if type(found["global_samples"]) is not int or not 0 <= found["global_samples"] <= MOST_SAMPLES:
         raise _wrong(place, "global_samples", repr(found["global_samples"]), "a number of samples")
-    return found["skipped_steps"]
+    return applied
 
 
 def _check_optimizer(

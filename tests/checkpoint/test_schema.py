@@ -27,6 +27,7 @@ from megatron.tools.convert.universal import cached_universal
 Change = Callable[[Any], Any]
 RANK, ZERO = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 RNG = "rng_state_00000.pt"
+RANK_AT_ZERO3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 LAYER, LAYER_1 = "layer_03-model_00-model_states.pt", "layer_03-model_01-model_states.pt"
 ZERO_1 = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
 
@@ -90,6 +91,8 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
             (RANK, put(f"{STATE}/step", lambda _, step=step: torch.tensor(step)), r"state\[0\].step is ")
             for step in (1e30, -5.0, 2.5)
         ),
+        (RANK, put(f"{STATE}/step", lambda _: True), r"state\[0\].step is True"),
+        (RANK, put(f"{STATE}/step", lambda _: torch.tensor(True)), r"state\[0\].step is True"),
         (RANK, put(f"{STATE}/step", lambda _: torch.tensor(1.0)), r"step counts are \[1, 3\]"),
         (RANK, put("optimizer/param_groups", lambda g: g[::-1]), "numbers of the parameters in the groups"),
         (RANK, put("module/3.attention.dense.weight", lambda t: t.int()), "dense.weight is int32"),
@@ -99,7 +102,16 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (RANK, put("module", lambda m: m | {"more": torch.ones(1)}), "more is there"),
         (RANK, put("global_steps", lambda _: 10**9), "global_steps is 1000000000"),
         (RANK, put("mp_world_size", lambda _: 0), "mp_world_size is 0, and should be 1"),
-        (RANK, put("lr_scheduler/num_iters", lambda _: 10**9), "lr_scheduler.num_iters is 1000000000"),
+        (RANK, put("global_steps", lambda _: 2), "global_steps is 2, and should be 3"),
+        (RANK, put("skipped_steps", lambda _: 1), "lr_scheduler.num_iters is 3, and should be 2"),
+        *(
+            (
+                RANK,
+                put("lr_scheduler/num_iters", lambda _, count=count: count),
+                f"num_iters is {count}, and should be 3",
+            )
+            for count in (10**9, 1, 3.0)
+        ),
         (RANK, put("lr_scheduler", lambda _: None), "lacks a part"),
         (
             RANK,
@@ -219,24 +231,40 @@ def clipping_after_loading(words: list[str], folder: str) -> float:
 
 
 MASTERS = "optimizer_state_dict/single_partition_of_fp32_groups"
-RESHARDED: list[tuple[str, str, Change]] = [
-    ("tp2 pp2 zero1", ZERO, put(MASTERS, lambda _: {})),
-    ("tp2 pp2 zero1", ZERO, put(f"{MASTERS}/0", lambda _: None)),
-    ("tp2 pp2 zero1", ZERO, put("optimizer_state_dict", lambda _: torch.ones(3))),
-    ("dp2 zero3", ZERO, put("optimizer_state_dict/fp32_flat_groups", lambda _: [])),
+PARTITION_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+RESHARDED: list[tuple[str, str, Change, str]] = [
+    ("tp2 pp2 zero1", ZERO, put(MASTERS, lambda _: {}), "lacks a part, or holds one of another form"),
+    ("tp2 pp2 zero1", ZERO, put(f"{MASTERS}/0", lambda _: None), "lacks a part, or holds one of another form"),
+    ("tp2 pp2 zero1", ZERO, put("optimizer_state_dict", lambda _: torch.ones(3)), "holds one of another form"),
+    ("dp2 zero3", ZERO, put("optimizer_state_dict/fp32_flat_groups", lambda _: []), "holds one of another form"),
+    ("tp2 pp2 zero1", ZERO_1, put(f"{BASE}/state/1/step", lambda _: 1), r"step counts are \[1, 3\]"),
+    ("tp2 pp2 zero1", ZERO_1, put(f"{BASE}/state/1/step", lambda _: True), r"state\[1\].step is True"),
+    (
+        "dp2 zero3",
+        PARTITION_1,
+        put("optimizer_state_dict/optimizer_state_dict/state/0/step", lambda _: 1),
+        r"step counts are \[1, 3\]",
+    ),
+    ("dp1", RANK, put(f"{STATE}/step", lambda _: torch.tensor(1.0)), r"step counts are \[1, 3\]"),
+    ("dp1", RANK, put("module/3.attention.dense.weight", lambda t: t.int()), "dense.weight.* int32"),
+    ("dp1", RANK, put("module/3.attention.dense.weight", lambda t: t.bool()), "dense.weight.* bool"),
+    ("tp2 pp2 zero1", LAYER_1, put("input_layernorm.weight", lambda t: t.bool()), "layernorm.weight.* bool"),
+    ("dp1", RANK, put("optimizer/param_groups", lambda g: g[::-1]), "numbers of the parameters in the groups"),
+    ("tp2 pp2 zero1", RANK, put("lr_scheduler/num_iters", lambda _: 1), "num_iters is 1, and should be 3"),
+    ("dp2 zero3", RANK_AT_ZERO3, put("skipped_steps", lambda _: 1), "num_iters is 3, and should be 2"),
 ]
 
 
 def test_it_is_not_read_for_another_layout(saved_on, run_ranks_once, programs: Programs, tmp_path: Path) -> None:
     """Neither converted nor loaded."""
     changes = [case for case in CASES["tp2 pp2 zero1"] if case[0] in (ZERO, ZERO_1) and not isinstance(case[1], str)]
-    spoilt = [*(("tp2 pp2 zero1", name, change) for name, change, _ in changes), *RESHARDED]
+    spoilt = [*(("tp2 pp2 zero1", name, change, "") for name, change, _ in changes), *RESHARDED]
     folders = []
-    for number, (saver, name, change) in enumerate(spoilt):
-        folders.append(shutil.copytree(saved_on(saver), tmp_path / str(number)))
-        shutil.rmtree(folders[-1] / "global_step3_universal", ignore_errors=True)
+    for number, (saver, name, change, text) in enumerate(spoilt):
+        others = shutil.ignore_patterns("global_step6", "global_step7", "global_step3_universal")
+        folders.append(shutil.copytree(saved_on(saver), tmp_path / str(number), ignore=others))
         sealed(folders[-1], name, change)
-        with pytest.raises(CheckpointError, match=re.escape(str(folders[-1] / "global_step3"))):
+        with pytest.raises(CheckpointError, match=f"{folders[-1]}/global_step3.*{text}"):
             cached_universal(newest(folders[-1]))
     words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS]
     lacking = folders[-len(RESHARDED) :]
@@ -246,8 +274,8 @@ def test_it_is_not_read_for_another_layout(saved_on, run_ranks_once, programs: P
     loaded = [str(folder) for folder in (*lacking, other_type)]
     ((*said, message),) = run_ranks_once(1, messages_of_loading, words, loaded)
     assert message.startswith(f"{other_type}/global_step3: ") and ".exp_avg is float16 [" in message, message
-    for folder, message in zip(lacking, said, strict=True):
-        assert message.startswith(f"{folder}/global_step3 lacks a part, or holds one of another form"), message
+    for folder, (*_, text), message in zip(lacking, RESHARDED, said, strict=True):
+        assert re.match(f"{folder}/global_step3.*{text}", message), message
 
 
 def test_the_shape_of_a_moment_is_compared_for_another_layout(saved_on, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.checkpoint.parameter_state import SavedStates, State, in_memory
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import model_file, optimizer_file
-from megatron.checkpoint.schema import Updates, check_copies, check_state, check_steps, form_errors
+from megatron.checkpoint.schema import Updates, check_copies, check_counts, check_state, check_steps, form_errors
 from megatron.checkpoint.tracker import UNIVERSAL
 from megatron.common.errors import ResourceError, first_line
 from megatron.common.files import UNFINISHED, signals_raised, sync, sync_folder
@@ -121,7 +121,8 @@ def _write(saved: SavedRun, folder: Path) -> None:
             step_counts.add(check_state(saved.path, name, state, spec.shape, Updates(most=saved.iteration)))
             check_steps(saved.path, step_counts)
             _write_parameter(folder / "zero" / name, spec, state)
-        shared = states.read(model_file(saved.path, saved.layout, 0))
+        shared = states.read(file := model_file(saved.path, saved.layout, 0))
+        check_counts(file, shared, saved, progress=shared["lr_scheduler"] is not None)
         common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
         torch.save(common, folder / SHARED_FILE)
         if saved.has_optimizer:
@@ -135,7 +136,7 @@ def _write_parameter(folder: Path, spec: ParameterSpec, state: State) -> None:
     entries |= {"vocab_tensor": True} if spec.is_vocabulary else {}
     for key, value in state.items():
         is_tensor = isinstance(value, Tensor) and value.dim()
-        torch.save({"param": value, **entries} if is_tensor else value, folder / f"{key}.pt")
+        torch.save({"param": value.float(), **entries} if is_tensor else value, folder / f"{key}.pt")
 
 
 def _optimizer(states: SavedStates, shared: dict[str, Any], step: Any) -> dict[str, Any]:
