@@ -156,13 +156,13 @@ class SavedStates:
         path = self.saved.path
         if self.layout.pipe_parallel_size == 0:
             file = self._module(tensor_rank)
-            if isinstance(file.find(["module"]).get(name), Tensor):
-                return file.entry("module", name)
+            if name in file.find(["module"]):
+                return _tensor(file, "module", name)
         for index, layer in enumerate(architecture_of(self.config).layers(self.config)):
             file = self._opened(path / f"layer_{index:02d}-model_{tensor_rank:02d}-model_states.pt")
             inner = name.removeprefix(parameter_prefix(index, layer))
             if inner != name and self.layout.pipe_parallel_size and file.path.exists() and inner in file.content:
-                return file.entry(inner)
+                return _tensor(file, inner)
         raise CheckpointError(f"{path} holds no weight {name}")
 
     def _frozen_at_zero3(self, name: str, tensor_rank: int) -> Stored:
@@ -287,6 +287,13 @@ class SavedStates:
 def in_memory(state: State) -> State:
     """``state`` with its tensors read into memory."""
     return {key: value.read_all() if is_flat(value) else value for key, value in state.items()}
+
+
+def _tensor(file: StoredFile, *keys: str) -> Stored:
+    if not isinstance(found := file.entry(*keys), Stored):
+        problem = f"{keys[-1]} is of type {type(found).__name__}, and should be a tensor with dimensions"
+        raise CheckpointError(f"{file.path}: {problem}")
+    return found
 
 
 def _divided(files: Sequence[StoredFile], keys: Sequence[Any], start: int, length: int, shape: torch.Size) -> Stored:

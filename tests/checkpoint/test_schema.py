@@ -313,11 +313,28 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path, error: ty
         raise error
 
 
-def test_weights_that_the_model_lacks_are_refused_by_readers(saved_on, tmp_path: Path) -> None:
-    folder = shutil.copytree(saved_on("dp1"), tmp_path / "saved")
-    file = sealed(folder, RANK, put("module", lambda m: m | {"more": torch.ones(1)}))
-    with pytest.raises(CheckpointError, match=f"{file} holds more, which the model does not have"):
-        lazy_weights(newest(folder))
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (put("module", lambda m: m | {"more": torch.ones(1)}), " holds more, which the model does not have"),
+        (
+            put("module/3.attention.dense.weight", lambda _: None),
+            ": 3.attention.dense.weight is of type NoneType, and should be a tensor",
+        ),
+        (
+            put("module/3.attention.dense.weight", lambda t: t[0].clone()),
+            ": 3.attention.dense.weight is of type Tensor, and should be a tensor",
+        ),
+    ],
+)
+def test_weights_that_are_not_those_of_the_model_are_refused_by_readers(
+    saved_on, tmp_path: Path, change: Change, text: str
+) -> None:
+    folder = shutil.copytree(saved_on("dp1"), tmp_path / "saved", ignore=shutil.ignore_patterns("*_universal"))
+    file = sealed(folder, RANK, change)
+    for read in (lazy_weights, cached_universal):
+        with pytest.raises(CheckpointError, match=f"{file}{text}"):
+            read(newest(folder))
 
 
 TP2_PP2, ZERO3 = "tp2 pp2 zero1", "dp2 zero3"
