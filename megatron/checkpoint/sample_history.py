@@ -77,8 +77,8 @@ def _up_to(iteration: int, segment: Segment) -> Segment:
     return replace(segment, last=iteration, end_place=segment.sample_indices(iteration).stop)
 
 
-MOST_SAMPLES = 1 << 60
-"""Maximum number of samples of a run."""
+MOST_SAMPLES = 1 << 50
+"""Maximum number of samples of a run: a million in each second of 35 years."""
 _AXES = ("PP", "DP", "SP", "TP")
 
 
