@@ -153,16 +153,16 @@ class SavedStates:
 
     def _first_weight(self, name: str, tensor_rank: int) -> Stored:
         """A weight on a tensor-parallel rank, with the experts of the first rank of the expert group only."""
-        path = self.saved.path
+        path, dimensions = self.saved.path, len(self.specs[name].shape)
         if self.layout.pipe_parallel_size == 0:
             file = self._module(tensor_rank)
             if name in file.find(["module"]):
-                return _tensor(file, "module", name)
+                return _tensor(file, ("module", name), dimensions)
         for index, layer in enumerate(architecture_of(self.config).layers(self.config)):
             file = self._opened(path / f"layer_{index:02d}-model_{tensor_rank:02d}-model_states.pt")
             inner = name.removeprefix(parameter_prefix(index, layer))
             if inner != name and self.layout.pipe_parallel_size and file.path.exists() and inner in file.content:
-                return _tensor(file, inner)
+                return _tensor(file, (inner,), dimensions)
         raise CheckpointError(f"{path} holds no weight {name}")
 
     def _frozen_at_zero3(self, name: str, tensor_rank: int) -> Stored:
@@ -289,10 +289,11 @@ def in_memory(state: State) -> State:
     return {key: value.read_all() if is_flat(value) else value for key, value in state.items()}
 
 
-def _tensor(file: StoredFile, *keys: str) -> Stored:
-    if not isinstance(found := file.entry(*keys), Stored):
-        problem = f"{keys[-1]} is of type {type(found).__name__}, and should be a tensor with dimensions"
-        raise CheckpointError(f"{file.path}: {problem}")
+def _tensor(file: StoredFile, keys: Sequence[str], dimensions: int) -> Stored:
+    found = file.entry(*keys)
+    if not isinstance(found, Stored) or len(found.shape) != dimensions:
+        kind = f"of the shape {[*found.shape]}" if isinstance(found, Stored) else f"of type {type(found).__name__}"
+        raise CheckpointError(f"{file.path}: {keys[-1]} is {kind}, and should be a tensor of {dimensions} dimensions")
     return found
 
 

@@ -6,6 +6,7 @@ read beyond the end of a moment that is smaller than its parameter.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,7 +112,7 @@ def _check_step(place: object, name: str, state: State, most: int) -> int | None
         return None
     step = state.get("step")
     step = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
-    if type(step) not in (int, float) or not 0 <= step <= most or step % 1:
+    if not isinstance(step, int | float) or isinstance(step, bool) or not 0 <= step <= most or step % 1:
         raise _wrong(place, f"{name}.step", str(step), f"a number of updates, at most {most}")
     return int(step)
 
@@ -119,9 +120,13 @@ def _check_step(place: object, name: str, state: State, most: int) -> int | None
 def check_copies(states: SavedStates, part: slice = slice(None), *, optimizer: bool = True) -> set[int | None]:
     """Raise CheckpointError unless replicated tensors (``SavedStates.copies``) are equal on tensor-parallel ranks.
 
-    Returns the step counts in ``part`` of the optimizer's files, which must also be equal.
+    All weights must be of floating point, also where training reads master weights. Returns the step counts in ``part``
+    of the optimizer's files, which must be equal, too.
     """
     with form_errors(states.saved.path):
+        for name, rank in product([*states.specs][part], range(states.layout.model_parallel_size)):
+            weight = states.weight(name, rank)
+            check_numbers(weight.pieces[0].file.path, name, weight.outline)
         steps: set[int | None] = set()
         for file, base in states.optimizers(part) if optimizer else ():
             steps |= _check_numbering(file, base, states.saved.iteration)

@@ -93,6 +93,11 @@ class Stored:
         """Type of the elements."""
         return self.pieces[0].file.find(self.pieces[0].keys).dtype
 
+    @property
+    def outline(self) -> Tensor:
+        """A tensor of its shape and type on the meta device, without data."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)

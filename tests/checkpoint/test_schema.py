@@ -249,6 +249,7 @@ RESHARDED: list[tuple[str, str, Change, str]] = [
     ("dp1", RANK, put("module/3.attention.dense.weight", lambda t: t.int()), "dense.weight.* int32"),
     ("dp1", RANK, put("module/3.attention.dense.weight", lambda t: t.bool()), "dense.weight.* bool"),
     ("tp2 pp2 zero1", LAYER_1, put("input_layernorm.weight", lambda t: t.bool()), "layernorm.weight.* bool"),
+    ("tp2 pp2 zero1", LAYER_1, put("attention.dense.weight", lambda t: t.int()), "dense.weight.* int32"),
     ("dp1", RANK, put("optimizer/param_groups", lambda g: g[::-1]), "numbers of the parameters in the groups"),
     ("tp2 pp2 zero1", RANK, put("lr_scheduler/num_iters", lambda _: 1), "num_iters is 1, and should be 3"),
     ("dp2 zero3", RANK_AT_ZERO3, put("skipped_steps", lambda _: 1), "num_iters is 3, and should be 2"),
@@ -323,7 +324,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path, error: ty
         ),
         (
             put("module/3.attention.dense.weight", lambda t: t[0].clone()),
-            ": 3.attention.dense.weight is of type Tensor, and should be a tensor",
+            r": 3.attention.dense.weight is of the shape \[32\], and should be a tensor of 2 dimensions",
         ),
     ],
 )
