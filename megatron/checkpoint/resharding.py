@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -54,15 +55,12 @@ def load_resharded(
     The files must have been verified. With ``only``, parameters with other names keep their values. Every rank must
     call it. Raises the same errors as ``load_states``.
     """
-    path, layout, updates = saved.path, saved.layout, _WEIGHTS_ONLY
+    path, updates = saved.path, _WEIGHTS_ONLY
     with form_errors(path):
         states = SavedStates(saved, verified=True)
-        shared = read_file(file := model_file(path, layout, 0), mapped=True)
-        applied = check_counts(file, shared, saved, progress=progress)
-        if progress:
-            engine.lr_scheduler.chosen(shared["lr_scheduler"])
-        if optimizer:
-            updates = Updates(moment_names(engine.basic_optimizer) if applied else (), applied)
+    shared, applied, scaling = on_all_ranks(lambda: _read_shared(engine, saved, optimizer=optimizer, progress=progress))
+    if optimizer:
+        updates = Updates(moment_names(engine.basic_optimizer) if applied else (), applied)
 
     def read(name: str, parameter: nn.Parameter) -> State:
         shape, experts = getattr(parameter, "ds_shape", parameter.shape), expert_group_of(parameter)
@@ -74,13 +72,31 @@ def load_resharded(
     load_states(engine, read, path, only, updates)
     with form_errors(path):
         if optimizer:
-            has_files = layout.has_optimizer_partitions
-            source = read_file(optimizer_file(path, layout, 0, 0), mapped=True) if has_files else shared
-            state = source["optimizer_state_dict" if has_files else "optimizer"]
-            check_loss_scale(path, state)
-            restore_loss_scale(engine, state)
+            restore_loss_scale(engine, scaling)
         if progress:
             restore_progress(engine, shared)
+
+
+def _read_shared(
+    engine: DeepSpeedEngine, saved: SavedRun, *, optimizer: bool, progress: bool
+) -> tuple[dict[str, Any], int, dict[str, Any]]:
+    """(state that all ranks share, number of applied iterations, state of the optimizer with the loss scale), checked.
+
+    The optimizer's is empty without ``optimizer``.
+    """
+    path, layout, scaling = saved.path, saved.layout, {}
+    with form_errors(path):
+        shared = read_file(file := model_file(path, layout, 0), mapped=True)
+        applied = check_counts(file, shared, saved, progress=progress)
+        if progress:
+            engine.lr_scheduler.chosen(shared["lr_scheduler"])
+        if optimizer and layout.has_optimizer_partitions:
+            file = optimizer_file(path, layout, 0, 0)
+            scaling = read_file(file, mapped=True)["optimizer_state_dict"]
+        elif optimizer:
+            scaling = shared["optimizer"]
+        check_loss_scale(file, scaling)
+        return shared, applied, scaling
 
 
 def load_states(

@@ -252,6 +252,7 @@ RESHARDED: list[tuple[str, str, Change, str]] = [
     ("tp2 pp2 zero1", LAYER_1, put("attention.dense.weight", lambda t: t.int()), "dense.weight.* int32"),
     ("dp1", RANK, put("optimizer/param_groups", lambda g: g[::-1]), "numbers of the parameters in the groups"),
     ("tp2 pp2 zero1", RANK, put("lr_scheduler/num_iters", lambda _: 1), "num_iters is 1, and should be 3"),
+    ("dp2 zero3", ZERO, put("optimizer_state_dict/loss_scaler", scale_nan), "the loss scale is nan"),
     ("dp2 zero3", RANK_AT_ZERO3, put("skipped_steps", lambda _: 1), "num_iters is 3, and should be 2"),
 ]
 

@@ -22,7 +22,15 @@ from torch import Tensor
 from megatron.checkpoint.parameter_state import SavedStates, State, in_memory
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import model_file, optimizer_file
-from megatron.checkpoint.schema import Updates, check_copies, check_counts, check_state, check_steps, form_errors
+from megatron.checkpoint.schema import (
+    Updates,
+    check_copies,
+    check_counts,
+    check_loss_scale,
+    check_state,
+    check_steps,
+    form_errors,
+)
 from megatron.checkpoint.tracker import UNIVERSAL
 from megatron.common.errors import ResourceError, first_line
 from megatron.common.files import UNFINISHED, signals_raised, sync, sync_folder
@@ -146,6 +154,7 @@ def _optimizer(states: SavedStates, shared: dict[str, Any], step: Any) -> dict[s
         state = states.read(optimizer_file(saved.path, saved.layout, 0, 0))["optimizer_state_dict"]
     else:
         state = shared["optimizer"]
+    check_loss_scale(saved.path, state)
     base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state
     groups = [{**group, "params": []} for group in base["param_groups"]]
     return {
