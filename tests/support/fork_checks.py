@@ -37,10 +37,11 @@ def drop_capabilities() -> None:
 
 def become(modules: str, **program: Any) -> NoReturn:
     """Become a program, which leaves the names of all that it has imported in a file."""
-    leave = os._exit
+    leave, itself = os._exit, os.getpid()
 
     def leave_names(code: int) -> NoReturn:
-        Path(modules).write_text("\n".join(sys.modules))
+        if os.getpid() == itself:  # and not a process that it has started
+            Path(modules).write_text("\n".join(sys.modules))
         leave(code)
         raise AssertionError
 
