@@ -4,8 +4,10 @@ The library ``tokenizers`` runs a tokenizer.json. The ids are the same as the id
 ``transformers`` that loads the same folder, unless its class builds another tokenizer from the vocabulary.
 """
 
+import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+import string
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -145,8 +147,13 @@ def _read_encoder(path: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
         encoder.no_truncation()
         return encoder
 
+    def try_out() -> None:
+        _encode_samples(encoder := make())
+        if encoder.normalizer:
+            _check_normalizer(encoder.normalizer)
+
     # A broken file may make the library panic or abort the process: try it in a child process first.
-    if failure := failure_in_child(lambda: _encode_samples(make()), seconds=_SECONDS, most_bytes=_MEMORY):
+    if failure := failure_in_child(try_out, seconds=_SECONDS, most_bytes=_MEMORY):
         raise DataError(f"{path}: not a tokenizer.json ({failure}); is the file complete?")
     encoder = make()
     added = config.get("added_tokens_decoder") or {}
@@ -176,6 +183,23 @@ def _encode_samples(encoder: tokenizers.Tokenizer) -> None:
         encoder.encode_batch_fast(_SAMPLE, add_special_tokens=False)
 
 
+def _check_normalizer(normalizer: Any) -> None:
+    """Raises ValueError if texts become more than ``_MOST_GROWTH`` times as long, for which memory would not suffice."""
+    for sample in (string.printable, *_patterns(json.loads(normalizer.__getstate__()))):
+        if (size := len(normalizer.normalize_str(sample))) > _MOST_GROWTH * max(len(sample), 1):
+            raise ValueError(f"its normalizer makes {size:,} characters of {len(sample):,}")
+
+
+def _patterns(steps: Mapping[str, Any]) -> Iterator[str]:
+    """The texts that a normalizer of these settings replaces."""
+    for step in steps.get("normalizers", [steps]):
+        if step.get("normalizers"):
+            yield from _patterns(step)
+        elif "String" in step.get("pattern", {}):
+            yield step["pattern"]["String"]
+
+
+_MOST_GROWTH = 100
 _MOST_TOKENS = 1 << 24
 _ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 """Arguments of ``tokenizers.AddedToken``."""

@@ -217,6 +217,28 @@ def test_broken_files(tmp_path: Path, encoder: tokenizers.Tokenizer) -> None:
         build_tokenizer(HUGGINGFACE, str(path), None)
 
 
+@pytest.mark.parametrize(
+    ("steps", "size"),
+    [
+        ([normalizers.Replace("\u4e16", "a" * 200)], 200),
+        ([normalizers.Replace(tokenizers.Regex("[a-f]"), "x" * 9000)], 54_094),
+        ([normalizers.Replace("e", "ee")] * 8, 256),
+        ([normalizers.NFKD(), normalizers.Replace("\n", "<|newline|>"), normalizers.Prepend("\u2581")], 0),
+    ],
+)
+def test_normalizer_that_lengthens_texts(
+    tmp_path: Path, encoder: tokenizers.Tokenizer, steps: list[normalizers.Normalizer], size: int
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    encoder.normalizer = normalizers.Sequence(steps)
+    encoder.save(str(path))
+    if size:
+        with pytest.raises(DataError, match=f"its normalizer makes {size:,} characters of "):
+            build_tokenizer(HUGGINGFACE, str(path), None, None, "<think>")
+    else:
+        assert build_tokenizer(HUGGINGFACE, str(path), None, None, "<think>").vocab_size == 354
+
+
 def test_large_vocabulary(tmp_path: Path) -> None:
     """From text to a run's vocabulary: ids of four bytes, read back; data of two bytes are another tokenizer's."""
     words = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{id}": id for id in range(3, 70_000)}}
