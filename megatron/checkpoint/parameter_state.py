@@ -51,6 +51,7 @@ class SavedStates:
         self.saved, self.layout = saved, saved.layout
         self.config = saved.full_model_config()
         self.specs = architecture_of(self.config).named_parameters(self.config)
+        self._rows = saved.model.get("padded_vocab_size")
         manifest = {} if verified else read_manifest(saved.path)  # once for all files
         iteration = None if verified else saved.iteration
         self._opened = cache(
@@ -78,14 +79,16 @@ class SavedStates:
         own = rank * count // size if spec.shard_dim is None else 0
 
         def of(key: str) -> Shard:
-            return Shard(lambda rank: self.state(name, own + rank)[key], count, spec, shape, rank, first_expert)
+            return Shard(
+                lambda rank: self.state(name, own + rank)[key], count, spec, shape, rank, first_expert, self._rows
+            )
 
         return {key: of(key) if is_flat(value) else value for key, value in self.state(name, own).items()}
 
     def full_weight(self, name: str) -> Shard:
         """The full weight, without padding, from the files of weights and not of the optimizer if there are any."""
         spec, count = self.specs[name], self.layout.model_parallel_size
-        return Shard(lambda rank: self.weight(name, rank), count, spec, spec.shape)
+        return Shard(lambda rank: self.weight(name, rank), count, spec, spec.shape, stored_rows=self._rows)
 
     def copies(self, part: slice = slice(None), *, optimizer: bool = True) -> Iterator[tuple[str, list[Stored]]]:
         """(name, copies) of each tensor that is replicated over tensor-parallel ranks, for ``part`` of the parameters.

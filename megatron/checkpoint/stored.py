@@ -148,6 +148,9 @@ class Shard:
         shape: shape of the shard; it may have more rows of the vocabulary, which are padding and read as zeros.
         rank: tensor-parallel rank of the shard.
         first_expert: first expert of the rank.
+        stored_rows: rows of the stored vocabulary, of all ranks and with padding.
+
+    Raises ValueError if the parts that it is read from have other shapes.
     """
 
     def __init__(
@@ -158,20 +161,25 @@ class Shard:
         shape: Sequence[int],
         rank: int = 0,
         first_expert: int = 0,
+        stored_rows: int | None = None,
     ) -> None:
         self.shape, self._parts = tuple(shape), parts
         # View the tensor as a matrix whose columns are sharded; it has a single row if the first dimension is sharded.
         dim, is_divided = spec.shard_dim or 0, spec.shard_dim is not None
-        stored_shape, inner = list(parts(0).shape), prod(spec.shape[dim + 1 :])
-        self._count = count if is_divided else 1
-        self._width, self._part_width, self._end = (sizes[dim] * inner for sizes in (shape, stored_shape, spec.shape))
+        self._count, inner, stored = count if is_divided else 1, prod(spec.shape[dim + 1 :]), list(spec.shape)
+        if spec.is_vocabulary:
+            stored[0] = stored_rows or max(parts(0).shape[0] * self._count, stored[0])
+        stored[dim] //= self._count
+        self._width, self._part_width, self._end = (sizes[dim] * inner for sizes in (shape, stored, spec.shape))
         self._column = rank * self._width if is_divided else first_expert * inner
         self._row = first_expert * prod(spec.shape[1:dim]) if dim else 0
-        stored_shape[dim] *= self._count
-        if spec.is_vocabulary:
-            stored_shape[0] = min(stored_shape[0], spec.shape[0])
-        if tuple(stored_shape) != tuple(spec.shape):
-            raise ValueError(f"it has the shape {stored_shape}, and should have {list(spec.shape)}")
+        for number in self._needed(self._column, self._column + self._width):
+            if (found := list(parts(number).shape)) != stored:
+                raise ValueError(f"{spec.name} of rank {number} has the shape {found}, and should have {stored}")
+
+    def _needed(self, first: int, last: int) -> range:
+        """The saved ranks with columns ``first`` to ``last``."""
+        return range(first // self._part_width, min(-(-min(last, self._end) // self._part_width), self._count))
 
     @property
     def outline(self) -> Tensor:
@@ -192,11 +200,9 @@ class Shard:
         width = end - begin if len(rows) == 1 else self._width
         first = self._column + skipped
         matrix = torch.zeros(len(rows), width, dtype=self._parts(0).dtype)
-        for number in range(first // self._part_width, self._count):
+        for number in self._needed(first, first + width):
             at = number * self._part_width
             low, high = max(first, at), min(first + width, at + self._part_width, self._end)
-            if low >= high:
-                break
             stored_rows = range(rows.start + self._row, rows.stop + self._row)
             part = self._parts(number).columns(self._part_width, stored_rows, low - at, high - at)
             matrix[:, low - first : high - first] = part

@@ -184,7 +184,7 @@ def _encode_samples(encoder: tokenizers.Tokenizer) -> None:
 
 
 def _check_normalizer(normalizer: Any) -> None:
-    """Raises ValueError if texts become more than ``_MOST_GROWTH`` times as long, for which memory would not suffice."""
+    """Raises ValueError if texts become more than ``_MOST_GROWTH`` times as long, which takes too much memory."""
     for sample in (string.printable, *_patterns(json.loads(normalizer.__getstate__()))):
         if (size := len(normalizer.normalize_str(sample))) > _MOST_GROWTH * max(len(sample), 1):
             raise ValueError(f"its normalizer makes {size:,} characters of {len(sample):,}")

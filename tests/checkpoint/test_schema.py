@@ -339,6 +339,25 @@ def test_weights_that_are_not_those_of_the_model_are_refused_by_readers(
             read(newest(folder))
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "change"),
+    [
+        ("layer_00-model_00-model_states.pt", "word_embeddings.weight", lambda t: t[:-1].clone()),
+        (LAYER_1, "attention.query_key_value.weight", lambda t: torch.cat([t, t])),
+        (LAYER_1, "attention.dense.weight", lambda t: t[:, 1:].clone()),
+    ],
+)
+def test_shards_of_another_shape_are_refused_by_readers(saved_on, tmp_path: Path, name: str, key: str, change: Change):
+    """Also of the vocabulary, whose last rows are padding."""
+    folder = shutil.copytree(
+        saved_on("tp2 pp2 zero1"), tmp_path / "saved", ignore=shutil.ignore_patterns("*_universal")
+    )
+    lazy_weights(newest(folder))
+    sealed(folder, name, put(key, change))
+    with pytest.raises(CheckpointError, match=rf"{folder}/global_step3 .*shape \[\d+, \d+\]"):
+        lazy_weights(newest(folder))
+
+
 TP2_PP2, ZERO3 = "tp2 pp2 zero1", "dp2 zero3"
 DESCRIPTIONS: list[tuple[str, str, Callable[[Any], Any], str]] = [
     ("dp1", "layout/precision", lambda _: "int8", "precision is 'int8': choose from fp32, bf16, fp16"),
