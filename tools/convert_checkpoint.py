@@ -60,8 +60,8 @@ def main() -> None:
     """Parse the arguments, and run the sub-command."""
     parser = _parser()
     args, args.run_flags = parser.parse_known_args()
-    if args.run_flags and args.command != "reshard":
-        parser.error(f"unrecognized arguments: {' '.join(args.run_flags)}")
+    if args.command != "reshard":
+        parser.refuse(args.run_flags)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     COMMANDS[args.command].run(args)
 

@@ -109,4 +109,4 @@ def failure_of_host(error: BaseException) -> str | None:
         isinstance(error, RuntimeError | ImportError | FileNotFoundError) and any(part in text for part in _TEXTS)
     ):
         return None
-    return f"a limit of this host is reached ({text}): see ulimit -a, and the free space of disks and memory"
+    return f"a limit of this host is reached ({text}): see ulimit -a, and the free space of disks, memory and /dev/shm"

@@ -46,6 +46,7 @@ _LATE = (
     "wait timeout after",  # the store
 )
 """Parts of error messages about a collective that timed out."""
+_WORKER_CRASH = re.compile(r"DataLoader worker \(pid [0-9]+\) is killed by signal: (.+?)\. ")
 
 
 def run_rank(main: Callable[[], int | None]) -> NoReturn:
@@ -221,6 +222,8 @@ def explanation(error: Exception) -> UserError | None:
         return LaunchError("another rank failed first")
     if (limit := failure_of_host(error)) is not None:
         return ResourceError(limit)
+    if crash := _WORKER_CRASH.search(str(error)):
+        return LaunchError(f"a worker of the DataLoader has crashed ({crash[1]})")
     late = "a collective did not end within --distributed-timeout-minutes" if is_timeout(error) else None
     reason = late or failure_of_nccl(error)
     return None if reason is None else LaunchError(reason)

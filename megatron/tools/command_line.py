@@ -99,6 +99,22 @@ class ToolParser(argparse.ArgumentParser):
         except ConfigError as error:
             raise ConfigError([*error.messages, *self._unknown_flags(words)]) from None
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, with suggestions for unknown flags."""
+        parsed, rest = self.parse_known_args(args, namespace)
+        self.refuse(rest)
+        return parsed
+
+    def refuse(self, words: Sequence[str]) -> None:
+        """Raises ConfigError for arguments that this parser and its commands do not know."""
+        commands = (action.choices for action in self._actions if action.nargs == argparse.PARSER)
+        parsers = [self, *(parser for choices in commands for parser in dict(choices or ()).values())]
+        ours = [name for parser in parsers for name in parser._option_string_actions]
+        if flags := [word.partition("=")[0] for word in words if is_flag(word)]:
+            raise ConfigError(_unknown(name, ours) for name in flags)
+        if words:
+            self.error(f"unrecognized arguments: {' '.join(words)}")
+
     def _unknown_flags(self, words: Sequence[str]) -> list[str]:
         """A message for each flag that neither this program nor training has: argparse ends at the first mistake.
 
@@ -110,7 +126,7 @@ class ToolParser(argparse.ArgumentParser):
         ours = set(map(_hyphened, self._option_string_actions))
         names = [name for name, *_ in group(words) if is_flag(name) and _hyphened(name) not in ours]
         return [
-            f"unknown flag {name}: {did_you_mean(name, self._option_string_actions, otherwise='see --help')}"
+            _unknown(name, self._option_string_actions)
             for name in read_layer(group(names), build_parser(GPT2), GPT2).unknown
         ]
 
@@ -129,6 +145,10 @@ class ToolParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
         raise ConfigError(f"{message} (see --help)")
+
+
+def _unknown(name: str, flags: Iterable[str]) -> str:
+    return f"unknown flag {name}: {did_you_mean(name, flags, otherwise='see --help')}"
 
 
 def _number(kind: type, text: str) -> Any:

@@ -87,6 +87,11 @@ def test_an_error_of_the_backend_is_understood(error, lost: bool, late: bool, of
         (REMOTE, 6, "rank 0: another rank failed first"),
         (SYSTEM, 6, "No space left on device (28); NCCL_DEBUG=INFO shows what it did before"),
         (STORE, 6, "rank 0: a collective did not end within --distributed-timeout-minutes"),
+        (
+            RuntimeError("DataLoader worker (pid 9) is killed by signal: Segmentation fault. "),
+            6,
+            "(Segmentation fault)",
+        ),
         (OWN[0], 1, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
     ],
 )

@@ -88,6 +88,8 @@ def test_an_encoder_and_a_language_model_are_joined(tmp_path: Path):
     assert len(weights) == len(expected) + 4 and model.config.vocab_size == 128
     with pytest.raises(ConfigError, match="--image-token-id 128 is far beyond the 64 tokens"):
         joined_llava(tmp_path / "encoder", tmp_path / "language", 128, -2, seed=1)
+    with pytest.raises(ConfigError, match="--vision-feature-layer -9 is not one of the 3 layers"):
+        joined_llava(tmp_path / "encoder", tmp_path / "language", 70, -9, seed=1)
     assert weights["multi_modal_projector.linear_1.weight"].std() == pytest.approx(0.2, rel=0.1)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import joined
+from megatron.common.errors import ConfigError
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines.build import freeze
 from megatron.engines.containers import SequentialModel, sequential_model
@@ -96,6 +97,11 @@ def test_peft_computes_the_same(run_ranks, tmp_path: Path, targets: tuple[str, .
     specs = architecture_of(config).named_parameters(config)
     weights = {name: weights.get(name, 0.3 * torch.randn(spec.shape)) for name, spec in specs.items()}
     write_peft(tmp_path / "adapter", FullModel(config, weights, None), None)
+    for name, width in (("base", 32), ("other", 64)):
+        LlamaConfig(**sizes | {"hidden_size": width}, **more).save_pretrained(tmp_path / name)
+    write_peft(tmp_path / "named", FullModel(config, weights, None), str(tmp_path / "base"))
+    with pytest.raises(ConfigError, match=r"other: model\.layers\.0\.\S+ is \[64, 48\], and .* \[32, 48\]"):
+        write_peft(tmp_path / "none", FullModel(config, weights, None), str(tmp_path / "other"))
     loaded = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
     (ours,) = run_ranks(1, logits_of, config, weights)
     with torch.no_grad():

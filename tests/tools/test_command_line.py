@@ -43,6 +43,27 @@ def test_unknown_flags_are_named_beside_those_that_miss(words: str, unknown: lis
     assert caught.value.messages[1:] == unknown
 
 
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (
+            "merge --devises=8 --x=1",
+            ["unknown flag --devises: did you mean --devices?", "unknown flag --x: see --help"],
+        ),
+        ("merge --out-put a", ["unknown flag --out-put: did you mean --output?"]),
+        ("merge ٣", ["unrecognized arguments: ٣ (see --help)"]),
+    ],
+)
+def test_unknown_flags_are_named_if_they_are_the_only_mistake(words: str, messages: list[str]) -> None:
+    parser = ToolParser("")
+    parser.add_argument("--devices")
+    commands = parser.add_subparsers(parser_class=ToolParser)
+    commands.add_parser("merge", description="").add_argument("--output")
+    with pytest.raises(ConfigError) as caught:
+        parser.parse_args(words.split())
+    assert caught.value.messages == messages
+
+
 def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Run a tool whose ``main`` has this body."""
     imports = "from megatron.tools.command_line import run_tool\nfrom megatron.common import errors\n"

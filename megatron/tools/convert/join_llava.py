@@ -76,6 +76,9 @@ def _with_encoder(text: ModelConfig, folder: Path, feature_layer: int) -> ModelC
         vision_feature_layer=feature_layer,
         vision_feature_select_strategy=strategy,
     )
+    if not 1 <= config.vision_layers <= config.vision_num_layers:
+        layers = f"the {config.vision_num_layers} layers of {folder}"
+        raise ConfigError(f"--vision-feature-layer {feature_layer} is not one of {layers}")
     return replace(config, num_layers=text.num_layers + config.vision_layers)
 
 

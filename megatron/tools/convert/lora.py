@@ -4,7 +4,7 @@ r rank, i inputs, o outputs
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from megatron.checkpoint.huggingface import divided
 from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig
 from megatron.config.experts import LORA_TARGETS
-from megatron.model.huggingface import source_shapes
+from megatron.model.huggingface import HF_CONFIG, read_config, source_shapes
+from megatron.model.huggingface.formats import Shapes
 from megatron.model.huggingface.llama import family_of
 from megatron.tools.convert.full_model import FullModel
 
@@ -39,12 +40,14 @@ def write_peft(folder: Path, model: FullModel, base: str | None) -> None:
 
     A fused layer is split into its matrices, which all get A, and the rows of B for their outputs; this computes the
     same. ``base`` is the name or the path of the Hugging Face model. Raises ConfigError if the model has no
-    adapters, or is not of the Llama family.
+    adapters or is not of the Llama family, or if ``base`` is a folder of another model.
     """
     _check_adapters(model)
     plain = _without_adapters(model.config)
     family_of(plain)
     names = source_shapes(plain)
+    if base is not None and (Path(base) / HF_CONFIG).is_file():
+        _check_base(base, {f"{layer}.weight" for layer, _, _ in _adapters(model)}, names)
     tensors: dict[str, Tensor] = {}
     for layer, a, b in _adapters(model):
         name = f"{layer}.weight"
@@ -67,6 +70,18 @@ def write_peft(folder: Path, model: FullModel, base: str | None) -> None:
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _check_base(base: str, adapted: Collection[str], shapes: Shapes) -> None:
+    """Raises ConfigError unless the weights ``adapted`` have these ``shapes`` in the Hugging Face folder ``base``."""
+    found = {
+        name: shape for sources in source_shapes(read_config(Path(base))).values() for name, shape in sources.items()
+    }
+    expected = {name: shape for weight in adapted for name, shape in shapes[weight].items()}
+    for name, shape in sorted(expected.items()):
+        if (theirs := found.get(name)) != shape:
+            is_there = f"is {list(theirs)}" if theirs else "does not exist"
+            raise ConfigError(f"--base {base}: {name} {is_there}, and that of the checkpoint is {list(shape)}")
 
 
 def _adapters(model: FullModel) -> Iterator[tuple[str, Tensor, Tensor]]:
