@@ -203,6 +203,8 @@ class Shard:
         for number in self._needed(first, first + width):
             at = number * self._part_width
             low, high = max(first, at), min(first + width, at + self._part_width, self._end)
+            if low >= high:  # no element is asked for
+                continue
             stored_rows = range(rows.start + self._row, rows.stop + self._row)
             part = self._parts(number).columns(self._part_width, stored_rows, low - at, high - at)
             matrix[:, low - first : high - first] = part
