@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint import schema
 from megatron.checkpoint.manifest import MANIFEST, write_manifest
 from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State, is_flat, numbered_state
 from megatron.checkpoint.saved_layout import SavedLayout, model_file, optimizer_file
@@ -92,7 +93,7 @@ def _trace(job: Job, rank: int) -> Trace:
         one_rank(job.world_size, rank),
         memoryless(nothing_counts=job.nothing_counts, on_operation=recorder.buffers.on_operation),
         recording(recorder),
-        patched((SavedStates, "shard", state_without_files), (SavedStates, "copies", lambda *_, **__: ())),
+        patched((SavedStates, "shard", state_without_files), (schema, "check_copies", lambda *_, **__: set())),
     ):
         if job.prepare is not None:
             job.prepare(rank)
