@@ -118,10 +118,11 @@ def _check_step(place: object, name: str, state: State, most: int) -> int | None
 
 
 def check_copies(states: SavedStates, part: slice = slice(None), *, optimizer: bool = True) -> set[int | None]:
-    """Raise CheckpointError unless replicated tensors (``SavedStates.copies``) are equal on tensor-parallel ranks.
+    """Check what no single rank's share shows, for ``part`` of the parameters and of the optimizer's files.
 
-    All weights must be of floating point, also where training reads master weights. Returns the step counts in ``part``
-    of the optimizer's files, which must be equal, too.
+    Replicated tensors (``SavedStates.copies``) must be equal on tensor-parallel ranks, all weights of floating point,
+    also where training reads master weights, and step counts equal. Returns the step counts, which the caller compares
+    with those of other parts. Raises CheckpointError.
     """
     with form_errors(states.saved.path):
         for name, rank in product([*states.specs][part], range(states.layout.model_parallel_size)):
