@@ -20,7 +20,7 @@ from megatron.data.fingerprint import tokenizer_hash
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tokenizer import build_tokenizer
-from megatron.tools.chat.template import Text, tokenize_texts
+from megatron.tools.chat.tokens import Text, tokenize_texts
 from megatron.tools.inference.continuous_batch import Detokenizer
 from megatron.tools.inference.prompts import prompt_tokens
 from megatron.tools.preprocess.job import Job

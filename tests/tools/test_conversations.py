@@ -15,7 +15,8 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import build_tokenizer
 from megatron.tools.chat import sandbox
 from megatron.tools.chat.files import chat_template, find_chat_template, record_of, recorded_template
-from megatron.tools.chat.template import ChatTemplate, tokenize_texts
+from megatron.tools.chat.template import ChatTemplate
+from megatron.tools.chat.tokens import tokenize_texts
 from megatron.tools.convert.huggingface_files import carried_files, copy_carried, keep_chat_template
 from megatron.tools.preprocess.corpus import Chunk
 from megatron.tools.preprocess.job import TOKENS, Job

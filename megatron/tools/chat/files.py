@@ -11,7 +11,8 @@ from megatron.common.reading import parse_json, read_json
 from megatron.common.tokenizer_files import CHAT_TEMPLATE, OTHER_TEMPLATES
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import EOD, read_text
-from megatron.tools.chat.template import ChatTemplate, special_tokens
+from megatron.tools.chat.template import ChatTemplate
+from megatron.tools.chat.tokens import special_tokens
 from megatron.tools.convert.inspection import FoundCheckpoint, read_description
 from megatron.tools.inference.images import MARK
 

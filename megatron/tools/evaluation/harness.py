@@ -11,7 +11,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
 
 from megatron.tokenizer import Tokenizer
-from megatron.tools.chat.template import tokenize_marked
+from megatron.tools.chat.tokens import tokenize_marked
 from megatron.tools.command_line import progress_bar
 from megatron.tools.evaluation.scoring import ForwardModel, UnsupportedTask, score
 from megatron.tools.evaluation.tasks import Sample, Scores, last_inputs

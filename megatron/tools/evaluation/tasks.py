@@ -15,7 +15,7 @@ from megatron.common.reading import read_bytes
 from megatron.data.fingerprint import other_tokenizers
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import Tokenizer
-from megatron.tools.chat.template import tokenize_continuation
+from megatron.tools.chat.tokens import tokenize_continuation
 from megatron.tools.preprocess.corpus import FORMATS, read_chunks
 from megatron.tools.preprocess.file_lines import uncompressed
 

@@ -11,7 +11,8 @@ from typing import Any
 from megatron.common.errors import ConfigError, UserError, counted
 from megatron.common.reading import LARGEST, read_text
 from megatron.tokenizer import Tokenizer
-from megatron.tools.chat.template import ChatPrompts, tokenize_marked
+from megatron.tools.chat.template import ChatPrompts
+from megatron.tools.chat.tokens import tokenize_marked
 from megatron.tools.inference.images import ImagePrompt, ImageReader
 
 NEW_TOKENS = 64

@@ -9,7 +9,8 @@ import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.tokenizer import Tokenizer
-from megatron.tools.chat.template import ChatTemplate, Text, tokenize_texts
+from megatron.tools.chat.template import ChatTemplate
+from megatron.tools.chat.tokens import Text, tokenize_texts
 from megatron.tools.inference.images import MARK, bytes_of_url, decoded, images_of, only, read_image_within
 from megatron.tools.preprocess.image_records import CONVERSATIONS, Record, read_records
 from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, ImageSettings, Job

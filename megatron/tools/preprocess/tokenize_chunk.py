@@ -16,7 +16,8 @@ import numpy as np
 from megatron.common.errors import DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tools.chat.files import chat_template
-from megatron.tools.chat.template import ChatTemplate, Text, puts_blank, tokenize_continuation, tokenize_texts
+from megatron.tools.chat.template import ChatTemplate
+from megatron.tools.chat.tokens import Text, puts_blank, tokenize_continuation, tokenize_texts
 from megatron.tools.preprocess.corpus import FORMATS, Chunk, json_object, line_texts
 from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, Job
 

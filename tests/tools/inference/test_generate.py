@@ -11,7 +11,8 @@ import pytest
 from support.programs import Programs
 from support.refusals import refusal
 
-from megatron.tools.chat.template import ChatPrompts, ChatTemplate, special_tokens
+from megatron.tools.chat.template import ChatPrompts, ChatTemplate
+from megatron.tools.chat.tokens import special_tokens
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import Completion, Session
 from megatron.tools.inference.prompts import StoppingCriteria, read_prompts
