@@ -53,7 +53,16 @@ class _Rank(subprocess.Popen):
             with suppress(SystemExit):
                 _Rank.handler(_Rank.received, None)
             sys.exit(code_after_signal([rank.returncode for rank in self.all]))
-        return super().poll()
+        if super().poll():
+            end_ranks()  # otherwise DeepSpeed waits half a minute for each one that is stopped
+        return self.returncode
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is stopped, as by SIGSTOP, so that it cannot receive SIGTERM."""
+        with suppress(psutil.Error):
+            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        return False
 
     def send(self, number: int) -> None:
         """Send a signal to this rank; to all that it has started, too, if that is no program of Python's, or killed."""
@@ -66,7 +75,10 @@ class _Rank(subprocess.Popen):
 
 
 def end_ranks() -> None:
-    """Send SIGTERM to all ranks, and wait for them; kill those that are left ``_GRACE`` seconds after the first end."""
+    """Send SIGTERM to all ranks, and wait for them.
+
+    When the first one has ended, those that are stopped are killed, and those that are left ``_GRACE`` seconds later.
+    """
     left = _running()
     for rank in left:
         rank.send(signal.SIGTERM)
@@ -76,8 +88,9 @@ def end_ranks() -> None:
         left = _running()
         if deadline is None and len(left) < len(_Rank.all):
             deadline = time.monotonic() + _GRACE
-        for rank in left if deadline is not None and time.monotonic() > deadline else ():
-            rank.send(signal.SIGKILL)
+        for rank in left if deadline is not None else ():
+            if time.monotonic() > deadline or rank.is_stopped:
+                rank.send(signal.SIGKILL)
 
 
 def _running() -> list[_Rank]:

@@ -242,6 +242,26 @@ def test_the_ranks_of_a_single_host_save_after_a_signal_to_their_launcher(tmp_pa
     assert process.wait() == 75
 
 
+STOPPED_RANK = """
+import os, signal, sys, time
+if os.environ["RANK"] == "0":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(1)
+print(time.time())
+sys.exit(6)
+"""
+
+
+def test_a_stopped_rank_is_killed_when_another_has_failed(tmp_path: Path, programs: Programs) -> None:
+    """Without the half minute that DeepSpeed's launcher waits for its end."""
+    (tmp_path / "hostfile").write_text("localhost slots=2\n")
+    (tmp_path / "rank.py").write_text(STOPPED_RANK)
+    words = ("tools/launch.py", "--hostfile", tmp_path / "hostfile", tmp_path / "rank.py")
+    ended = programs.python(*words)
+    assert ended.returncode == 6, ended.output
+    assert time.time() - float(ended.output.splitlines()[-1]) < 5
+
+
 @pytest.mark.parametrize(
     ("codes", "checkpoints", "most", "result", "starts"),
     [
