@@ -157,6 +157,12 @@ def read_chat(body: bytes, model: str, chat: ChatPrompts | None, limits: Request
         raise RequestError("this model has no chat template: start the server with --chat-template, or use completions")
     if not all(isinstance(message.get("role"), str) for message in fields.messages):
         raise RequestError("messages: each needs a role and a content", param="messages")
+    if len({fields.max_tokens, fields.max_completion_tokens} - {None}) > 1:
+        raise RequestError(
+            f"max_tokens {fields.max_tokens} and max_completion_tokens {fields.max_completion_tokens} are the same "
+            "setting: give one",
+            param="max_completion_tokens",
+        )
     if fields.top_logprobs and not fields.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     try:

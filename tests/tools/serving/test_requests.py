@@ -83,6 +83,21 @@ class Chat:
     def tokenize(self, text):
         return [ord(character) for character in text]
 
+    def tokens(self, messages):
+        return self.tokenize(self.text(messages))
+
+
+def test_a_limit_of_two_values_is_refused():
+    body = {"messages": [{"role": "user", "content": "hm?"}], "max_tokens": 2}
+
+    def read_with(limit):
+        return read_chat(json.dumps(body | {"max_completion_tokens": limit}).encode(), "my", Chat(), LIMITS)
+
+    assert read_with(2).max_tokens == read_with(None).max_tokens == 2
+    with pytest.raises(RequestError, match="max_tokens 2 and max_completion_tokens 3 .*: give one") as caught:
+        read_with(3)
+    assert caught.value.status == 400
+
 
 def read_images(*urls):
     model = parse("llava").model
