@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from megatron.common.errors import ConfigError, DataError
+from megatron.common.errors import ConfigError, DataError, shown
 from megatron.common.processes import failure_in_child
 from megatron.tokenizer.base import (
     RustTokenizer,
@@ -81,10 +81,7 @@ class HuggingFaceTokenizer(RustTokenizer):
                 f"--eod-token{examples}"
             )
         self.eod = eod
-        given = (configs.get(name, {}).get("eos_token_id") for name in CONFIG_FILES[2:])
-        ends = next((end for end in given if end not in (None, [])), None)
-        ends = ends if isinstance(ends, list) else [ends]
-        self.other_ends = frozenset(id for id in ends if type(id) is int and 0 <= id < self.vocab_size)
+        self.other_ends = frozenset(id for id in self._given_ends(configs) if 0 <= id < self.vocab_size)
 
     def respelled_token(self, text: str, tokens: Collection[str]) -> str | None:
         """One of ``tokens`` that the tokenizer reads in ``text`` after normalizing both, such as ``<|END|>`` in lower
@@ -114,6 +111,22 @@ class HuggingFaceTokenizer(RustTokenizer):
                     raise DataError(f"{place}_id {id!r} is not one of the {self.vocab_size} tokens of {self.path}")
                 return id
         return None
+
+    def _given_ends(self, configs: Mapping[str, Mapping[str, Any]]) -> list[int]:
+        """The eos_token_id, one or several, of the first of the last ``configs`` that has one."""
+        given = {name: configs.get(name, {}).get("eos_token_id") for name in CONFIG_FILES[2:]}
+        for name, value in given.items():
+            ends = value if isinstance(value, list) else [value]
+            if value in (None, []):
+                continue
+            if not all(type(id) is int for id in ends):
+                place = os.path.join(os.path.dirname(self.path), name)
+                raise DataError(
+                    f"{place}: eos_token_id is {shown(value)}, and should be the number of a token, or a list of such "
+                    "numbers"
+                )
+            return ends
+        return []
 
     def _id(self, place: str, token: Any) -> int:
         if not isinstance(token, str) or token not in self.pieces:

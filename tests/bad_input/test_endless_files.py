@@ -161,7 +161,19 @@ def test_a_model_of_another_shape_is_refused_in_lines() -> None:
     assert all(model.num_layers <= 20_000 and model.hidden_size <= 1 << 20 for model in models)
 
 
-@pytest.mark.parametrize("key, value", [("rope_parameters", []), ("quantization_config", {"bits": 4})])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("rope_parameters", []),
+        ("quantization_config", {"bits": 4}),
+        ("eos_token_id", [[[]]]),
+        ("eos_token_id", 1.0),
+        ("bos_token_id", "x"),
+        ("pad_token_id", [True]),
+        ("torch_dtype", 7),
+        ("dtype", ["float32"]),
+    ],
+)
 def test_a_setting_that_is_not_taken_over_is_refused(key: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=key):
         config_of({**LLAMA, key: value}, Path("config.json"))

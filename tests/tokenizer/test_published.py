@@ -180,6 +180,10 @@ def encoder() -> tokenizers.Tokenizer:
         ({"tokenizer_config.json": {"eos_token": "</s>"}}, r"eos_token '</s>' is not in the vocabulary of"),
         ({"config.json": {"eos_token_id": 354}}, "config.json: eos_token_id 354 is not one of the 354 tokens"),
         ({"config.json": []}, "config.json: a JSON list, not an object"),
+        (
+            {"tokenizer_config.json": {"eos_token": "<think>"}, "generation_config.json": {"eos_token_id": [[[]]]}},
+            "generation_config.json: eos_token_id is ",
+        ),
         ({"tokenizer_config.json": {"added_tokens_decoder": {"9": {"content": "<e>"}}}}, "cannot have the id 9"),
         ({"tokenizer_config.json": {"added_tokens_decoder": [1]}}, "its added_tokens_decoder does not fit"),
     ],

@@ -38,6 +38,9 @@ _SWITCHES = (
     *("scale_decoder_outputs", "is_encoder_decoder"),
 )
 """Boolean settings of all formats."""
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TEXTS = ("torch_dtype", "dtype")
+"""Settings that are only kept, or read with the tokenizer; a file in which they are something else is broken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +132,16 @@ def _read_values(form: Format, tree: Mapping[str, Any]) -> tuple[Fields, list[st
         if type(given.get(name, False)) is not bool
     ]
     problems += [
+        f"{name} is {shown(given[name])}, and should be the number of a token, or a list of such numbers"
+        for name in _TOKENS
+        if not _are_tokens(given.get(name))
+    ]
+    problems += [
+        f"{name} is {shown(given[name])}, and should be a text such as bfloat16"
+        for name in _TEXTS
+        if not isinstance(given.get(name, ""), str)
+    ]
+    problems += [
         f"{name} is {shown(values[field])}, and should be a whole number above 0"
         for field, (name, default) in form.sizes.items()
         if (name in given or default is None) and (type(values[field]) is not int or values[field] < 1)
@@ -200,6 +213,11 @@ def read_gelu(name: str, kind: Any) -> tuple[Fields, list[str]]:
     if str(kind) not in _GELU_KINDS:
         return {}, [f"{name} is {kind!r}, and can be {' or '.join(_GELU_KINDS)}"]
     return {"openai_gelu": _GELU_KINDS[kind]}, []
+
+
+def _are_tokens(value: Any) -> bool:
+    """Whether the value of a setting such as eos_token_id has its type: a number, several of them, or None."""
+    return value is None or all(type(id) is int for id in (value if isinstance(value, list) else [value]))
 
 
 def read_end(tree: Mapping[str, Any]) -> Fields:
