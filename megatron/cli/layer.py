@@ -82,8 +82,8 @@ def group(arguments: Sequence[str], place: str = "") -> list[Given]:
 
 
 def is_flag(argument: str) -> bool:
-    """Whether a command-line argument is a flag, not a value such as a negative number."""
-    if not argument.startswith("-") or argument == "-":
+    """Whether a command-line argument is a flag, not a value such as a negative number, also one with a unit."""
+    if not argument.startswith("-") or argument == "-" or argument[1] in ".0123456789":
         return False
     try:
         float(argument)

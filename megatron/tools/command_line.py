@@ -137,7 +137,12 @@ class ToolParser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
     def _parse_optional(self, arg_string: str) -> Any:
-        """As argparse's, in which ``--top_k`` finds ``--top-k``. What follows a script's name never gets here."""
+        """As argparse's, in which ``--top_k`` finds ``--top-k``, and -5GB is a value.
+
+        What follows a script's name never gets here.
+        """
+        if arg_string and not is_flag(arg_string):
+            return None
         name, equals, value = arg_string.partition("=")
         flag = {_hyphened(known): known for known in self._option_string_actions}.get(_hyphened(name), name)
         return super()._parse_optional(flag + equals + value)

@@ -86,6 +86,8 @@ def test_classic_arguments_are_flags_or_have_an_outcome() -> None:
         ("--lr", "--lr: needs a value"),
         ("--num-layers four", "--num-layers four: must be a number"),
         ("--lr nan", "--lr nan: must be a finite number"),
+        ("--lr -1e-3x", "--lr -1e-3x: must be a number"),
+        ("--train-samples -5M", "--train-samples -5M: must be a number"),
         ("--lr-decay-style cosin", "--lr-decay-style cosin: did you mean cosine?"),
         ("--num-unique_layers 3", "--num-unique-layers: weight sharing between layers is not supported: remove it"),
         ("--mask-prob 0.1", "--mask-prob: pretrain_gpt2.py has no such flag: it is BERT's, for pretrain_bert.py"),

@@ -64,6 +64,17 @@ def test_unknown_flags_are_named_if_they_are_the_only_mistake(words: str, messag
     assert caught.value.messages == messages
 
 
+@pytest.mark.parametrize("value", ["-5GB", "-5", "-1e-3", "-.5", "-3x"])
+def test_a_negative_value_is_no_flag(value: str) -> None:
+    parser = ToolParser("")
+    parser.add_argument("--memory")
+    parser.add_argument("--devices", type=int)
+    assert parser.parse_args(["--memory", value]).memory == value
+    with pytest.raises(ConfigError) as caught:
+        parser.parse_args(["--memory", value, "--devices", "x"])
+    assert len(caught.value.messages) == 1
+
+
 def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Run a tool whose ``main`` has this body."""
     imports = "from megatron.tools.command_line import run_tool\nfrom megatron.common import errors\n"
