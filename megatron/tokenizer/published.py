@@ -116,7 +116,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         """The eos_token_id, one or several, of the first of the last ``configs`` that has one."""
         given = {name: configs.get(name, {}).get("eos_token_id") for name in CONFIG_FILES[2:]}
         for name, value in given.items():
-            ends = value if isinstance(value, list) else [value]
+            ends: list[Any] = value if isinstance(value, list) else [value]
             if value in (None, []):
                 continue
             if not all(type(id) is int for id in ends):
