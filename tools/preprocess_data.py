@@ -24,6 +24,7 @@ from tqdm import tqdm
 from megatron.common.errors import ConfigError, counted
 from megatron.common.tokenizer_files import (
     GPT2_BPE,
+    NULL_TOKENIZER,
     PUBLISHED,
     TOKENIZER_TYPES,
     check_tokenizer_folder,
@@ -41,6 +42,7 @@ from megatron.tools.preprocess.inputs import (
     IMAGES,
     add_image_flags,
     add_input_flags,
+    check_placeholder,
     expand_inputs,
     image_rules,
     image_settings,
@@ -85,7 +87,10 @@ def main() -> None:
     )
     for warning in (*unused_merges(kind, args.merge_file), *other_words(kind, vocab_file)):
         print_warning(warning)
-    if getattr(tokenizer_of(job), "has_dropout", False):
+    tokenizer = tokenizer_of(job)
+    if job.images is not None:
+        check_placeholder(job.images.token, tokenizer.vocab_size, kind, args.tokenizer_model)
+    if getattr(tokenizer, "has_dropout", False):
         print_warning(f"{vocab_file} asks for BPE dropout, by which a text has other tokens each time: switched off")
     check_output(job)
     with progress_of(job, args.log_interval) as report:
@@ -149,6 +154,7 @@ def _add_tokenizer_flags(parser: ToolParser) -> None:
     add = parser.add_argument
     add(
         "--tokenizer-type",
+        type=_with_files,
         choices=TOKENIZER_TYPES,
         help=f"kind of tokenizer (default: what --tokenizer-model holds, or {GPT2_BPE})",
     )
@@ -175,6 +181,13 @@ def _add_tokenizer_flags(parser: ToolParser) -> None:
         help="template of Jinja that writes messages as text (default: chat_template.jinja, or tokenizer_config.json, "
         "in the folder of the vocabulary)",
     )
+
+
+def _with_files(kind: str) -> str:
+    """An argparse type: a kind of tokenizer. Raises ArgumentTypeError for the one without files."""
+    if kind == NULL_TOKENIZER:
+        raise argparse.ArgumentTypeError(f"{kind} reads no text: give the type of the model's tokenizer, and its files")
+    return kind
 
 
 _WITH_TEMPLATE = ("messages", IMAGES)

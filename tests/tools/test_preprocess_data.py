@@ -159,6 +159,12 @@ def test_bad_lines_can_be_skipped(tmp_path: Path, command: Callable, run: Callab
         (["--json-keys", "../a"], 2, "a key with / cannot be part"),
         (["--image-tokens", "4"], 2, "--image-tokens without --format images"),
         (["--format", "images", "--image-tokens", "4", "--image-token-id", "1", "--resume"], 2, "cannot be resumed"),
+        (
+            ["--format=images", "--image-tokens=4", "--image-token-id=99", f"--chat-template={ROOT / 'README.md'}"],
+            2,
+            "--image-token-id 99 is beyond the vocabulary of",
+        ),
+        (["--tokenizer-type", "NullTokenizer"], 2, "NullTokenizer reads no text"),
         (["--vocab-file", "/nowhere.json"], 3, "/nowhere.json"),
         (["--output-prefix", "/proc/nowhere/out"], 2, "/proc is of the system"),
     ],

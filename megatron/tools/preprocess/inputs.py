@@ -4,9 +4,11 @@ import argparse
 from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
+from typing import Any
 
-from megatron.common.errors import ConfigError, DataError
+from megatron.common.errors import ConfigError, DataError, shown
 from megatron.common.reading import read_json
+from megatron.common.tokenizer_files import PUBLISHED
 from megatron.config.vision import PADDED, STRETCH
 from megatron.model.huggingface import HF_CONFIG, read_config
 from megatron.model.huggingface import read_json as read_settings
@@ -124,11 +126,34 @@ def image_settings(args: argparse.Namespace) -> ImageSettings | None:
     return ImageSettings(args.image_folder or Path(), size, args.image_tokens, args.image_token_id, fit)
 
 
+def check_placeholder(token: int, tokens: int, kind: str, folder: str | None) -> None:
+    """Raises ConfigError unless ``token`` is the placeholder of the LLaVA in ``folder``, or else in the vocabulary.
+
+    Args:
+        tokens: number of tokens of the tokenizer of this ``kind``; a published one may lack the placeholder.
+    """
+    settings = _settings_of_folder(folder)
+    own = settings.get("image_token_index", settings.get("image_token_id"))
+    if settings.get("model_type") == "llava" and own is not None:
+        if token != own:
+            raise ConfigError(f"--image-token-id is {token}, and that of {folder} is {shown(own)}: give the latter")
+        return
+    rows = settings.get("vocab_size")
+    tokens = max(tokens, rows) if type(rows) is int else tokens
+    last = tokens if kind in PUBLISHED else tokens - 1
+    if token > last:
+        raise ConfigError(f"--image-token-id {token} is beyond the vocabulary of {tokens} tokens: give {last} at most")
+
+
+def _settings_of_folder(folder: str | None) -> dict[str, Any]:
+    """The content of the config.json in ``folder``, empty without one. Raises CheckpointError for a broken one."""
+    file = Path(folder or "") / HF_CONFIG
+    return read_settings(file) if folder is not None and file.is_file() else {}
+
+
 def _fit_of_folder(folder: str | None, size: int) -> str:
     """``image_fit`` of the LLaVA in ``folder``; by default ``stretch``. Raises CheckpointError as ``read_config``."""
-    if folder is None or not (file := Path(folder) / HF_CONFIG).is_file():
-        return STRETCH
-    if read_settings(file).get("model_type") != "llava":
+    if folder is None or _settings_of_folder(folder).get("model_type") != "llava":
         return STRETCH
     config = read_config(Path(folder))
     if config.vision_image_size != size:

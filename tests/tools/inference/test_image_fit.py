@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,12 @@ from PIL import Image
 from support.llava_models import transformers_model
 
 from megatron.common.errors import CheckpointError, ConfigError, DataError
+from megatron.common.tokenizer_files import GPT2_BPE, HUGGINGFACE
 from megatron.data.image_dataset import common_image_fit, image_writer
 from megatron.model.huggingface import read_config
 from megatron.tools.command_line import ToolParser
 from megatron.tools.inference.images import decoded
-from megatron.tools.preprocess.inputs import add_image_flags, image_settings
+from megatron.tools.preprocess.inputs import add_image_flags, check_placeholder, image_settings
 
 SIZE = 28
 CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
@@ -113,6 +115,26 @@ def test_preprocessing_follows_the_processor(folders: dict[str, Path], tmp_path:
     assert (fit(*model, str(SIZE), "--image-fit", "stretch"), fit("--image-fit", "pad")) == ("stretch", "pad #7a7468")
     with pytest.raises(ConfigError, match="--vision-image-size is 56"):
         fit(*model, "56")
+
+
+@pytest.mark.parametrize(
+    ("token", "tokens", "kind", "settings", "problem"),
+    [
+        (63, 60, HUGGINGFACE, {"model_type": "llava", "image_token_index": 63}, None),
+        (60, 64, HUGGINGFACE, {"model_type": "llava", "image_token_index": 63}, "that of .* is 63"),
+        (64, 64, HUGGINGFACE, None, None),  # join-llava adds it
+        (70, 64, HUGGINGFACE, {"vocab_size": 128}, None),
+        (65, 64, HUGGINGFACE, {"vocab_size": "x"}, "beyond the vocabulary of 64 tokens: give 64 at most"),
+        (64, 64, GPT2_BPE, None, "give 63 at most"),
+    ],
+)
+def test_the_placeholder_is_a_token(
+    tmp_path: Path, token: int, tokens: int, kind: str, settings: dict | None, problem: str | None
+) -> None:
+    if settings is not None:
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+    with nullcontext() if problem is None else pytest.raises(ConfigError, match=problem):
+        check_placeholder(token, tokens, kind, str(tmp_path))
 
 
 def test_images_that_would_take_too_much_memory() -> None:
