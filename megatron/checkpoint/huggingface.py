@@ -5,6 +5,7 @@ n heads, g query groups, d size of a head, h hidden, f hidden size of the MLP
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -57,10 +58,10 @@ def our_weights(tensors: Mapping[str, Tensor], config: ModelConfig, source: str)
     def read(name: str) -> Tensor:
         return joined(name, [_finite(tensors, theirs, tensors[theirs], source) for theirs in sources[name]], config)
 
-    return LazyTensors(
-        {name: torch.empty(specs[name].shape, dtype=outlines[sources[name][0]].dtype, device="meta") for name in specs},
-        read,
-    )
+    def dtype(name: str) -> torch.dtype:
+        return reduce(torch.promote_types, (outlines[theirs].dtype for theirs in sources[name]))
+
+    return LazyTensors({name: torch.empty(specs[name].shape, dtype=dtype(name), device="meta") for name in specs}, read)
 
 
 def _finite(tensors: Mapping[str, Tensor], name: str, value: Tensor, source: str = "") -> Tensor:

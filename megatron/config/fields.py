@@ -1,6 +1,7 @@
 """Config fields with metadata for the command line: flag name, help, valid values, and rules about other flags."""
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
@@ -101,7 +102,9 @@ def has_flag(field: Field, kinds: tuple[str, ...]) -> bool:
 
 
 def inside(value: float, interval: str) -> bool:
-    """Whether ``value`` lies in an interval such as ``"[0, 1)"``."""
+    """Whether ``value`` lies in an interval such as ``"[0, 1)"``; an integer that is no float lies in none."""
+    if type(value) is int and abs(value) > sys.float_info.max:
+        return False
     low, high = ends(interval)
     above = value >= low if interval[0] == "[" else value > low
     below = value <= high if interval[-1] == "]" else value < high

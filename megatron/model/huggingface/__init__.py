@@ -60,8 +60,6 @@ def config_of(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None = N
     if not isinstance(kind, str) or kind not in FORMATS:
         names = ", ".join(FORMATS)
         raise CheckpointError(f"{path}: model_type is {kind!r}, which is not supported; supported are {names}")
-    if kind == "qwen3_moe" and "num_local_experts" in tree:  # transformers 5 writes Mixtral's name
-        tree = {"num_experts": tree["num_local_experts"], **tree}
     return config_from(FORMATS[kind], tree, path, vocab_size)
 
 
@@ -211,10 +209,16 @@ def shape_problems(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], s
     Duplicates of a tied weight are accepted, such as the output projection next to the embedding.
     """
     names = {canonical(name): shape for name, shape in shapes.items()}
+    given = {canonical(name): name for name in shapes}
     expected = {canonical(name): shape for sources in source_shapes(config).values() for name, shape in sources.items()}
     problems = [f"{source} holds no weight {name}" for name in expected if name not in names]
     problems += [
-        f"{source} holds {name}, which the model does not have"
+        f"{source} holds {given[canonical(name)]} and {name}, which are one weight"
+        for name in shapes
+        if given[canonical(name)] != name
+    ]
+    problems += [
+        f"{source} holds {given[name]}, which the model does not have"
         for name in names
         if name not in expected and name not in format_of(config).tied and not _BUFFER.fullmatch(name)
     ]

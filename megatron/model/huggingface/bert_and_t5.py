@@ -166,6 +166,12 @@ _T5_OTHER_LAYERS = {
 
 T5_FORMAT = Format(
     title="T5 1.1",
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },
     sizes={
         "encoder_num_layers": ("num_layers", 6),
         "decoder_num_layers": ("num_decoder_layers", 0),

@@ -69,6 +69,8 @@ class Format:
     """Settings of config.json other than ``sizes``, ``numbers`` and ``fixed``."""
     tied: Mapping[str, str]
     """Names of tied weights that files may repeat, to the weight."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Second names of settings in transformers, to the first."""
     names: Callable[[ModelConfig, int, LayerSpec, str], list[str]]
     """(model, number of transformer layers before the layer, layer, module of the layer) -> modules in files."""
     transposes: bool = False
@@ -91,8 +93,14 @@ def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: i
 
     Raises CheckpointError with a line for each setting that is wrong or not supported.
     """
-    tree = {**form.defaults, **tree}
-    values, problems = _read_values(form, tree)
+    problems = [
+        f"{alias} is {shown(tree[alias])}, and {name}, the same setting, is {shown(tree[name])}"
+        for alias, name in form.aliases.items()
+        if alias in tree and tree.get(name, tree[alias]) != tree[alias]
+    ]
+    tree = {**form.defaults, **{form.aliases[name]: tree[name] for name in form.aliases.keys() & tree.keys()}, **tree}
+    values, more = _read_values(form, tree)
+    problems += more
     fields, more = form.read(tree)
     values |= fields
     problems += more
@@ -245,6 +253,12 @@ def _read_gpt2(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
 
 GPT2_FORMAT = Format(
     title="GPT-2",
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
     sizes={
         "num_layers": ("n_layer", 12),
         "hidden_size": ("n_embd", 768),

@@ -43,6 +43,8 @@ class Family:
     """None for layers with an MLP."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults in transformers that are not those of ``_DEFAULTS``."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """As in ``Format``."""
 
 
 _DEFAULTS = {
@@ -70,6 +72,7 @@ FAMILIES = {
             "mixtral",
             "MixtralForCausalLM",
             has_window=True,
+            aliases={"num_experts": "num_local_experts"},
             defaults={**_MISTRAL, **_MIXTRAL},
             experts=ExpertNames(
                 "block_sparse_moe.gate",
@@ -85,6 +88,7 @@ FAMILIES = {
             "qwen3_moe",
             "Qwen3MoeForCausalLM",
             qk_layernorm=True,
+            aliases={"num_local_experts": "num_experts"},  # transformers 5 writes Mixtral's name
             defaults={**_QWEN, **_QWEN_MOE},
             experts=ExpertNames(
                 "mlp.gate",
@@ -259,6 +263,7 @@ def _names(config: ModelConfig, block: int, layer: LayerSpec, module: str) -> li
 def _format(family: Family) -> Format:
     return Format(
         title="Llama",
+        aliases=family.aliases,
         sizes={**_SIZES, **(family.experts.sizes if family.experts else {})},
         numbers=_NUMBERS,
         fixed={"hidden_act": "silu", **(_ALL_LAYERS if family.experts else {})},

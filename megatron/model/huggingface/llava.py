@@ -124,7 +124,7 @@ def _read(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     values = {field.name: getattr(language, field.name) for field in fields(language)} | encoder
     values |= {
         "architecture": LLAVA.name,
-        "image_token_id": tree.get("image_token_index", tree.get("image_token_id", 32000)),
+        "image_token_id": tree.get("image_token_index", 32000),
         "vision_feature_layer": tree.get("vision_feature_layer", -2),
         "vision_feature_select_strategy": tree.get("vision_feature_select_strategy", "default"),
     }
@@ -189,6 +189,7 @@ def _names(config: ModelConfig, block: int, layer: LayerSpec, module: str) -> li
 
 LLAVA_FORMAT = Format(
     title="LLaVA",
+    aliases={"image_token_id": "image_token_index"},
     sizes={},
     numbers={},
     fixed={"model_type": "llava", "projector_hidden_act": "gelu", "multimodal_projector_bias": True},

@@ -169,6 +169,8 @@ def test_huge_size_allocates_nothing(tmp_path: Path, size: str):
         ),
         ({"h__1__ln_1__bias": torch.rand(8)}, "holds h.1.ln_1.bias, which the model does not have"),
         ({"lm_head__weight": torch.rand(10, 8)}, "lm_head.weight is another table than wte.weight"),
+        ({"transformer__ln_f__bias": torch.rand(8)}, "holds transformer.ln_f.bias and ln_f.bias, which are one weight"),
+        ({"transformer__x": torch.rand(8)}, "holds transformer.x, which the model does not have"),
     ],
 )
 def test_weights_that_are_not_those_of_the_model(tmp_path: Path, changes: dict, message: str):
@@ -215,6 +217,11 @@ WRONG: list[tuple[dict, dict, str]] = [
     (QWEN, {"use_sliding_window": True, "max_window_layers": 0}, "use_sliding_window is true, and only Mi"),
     (QWEN, {"layer_types": ["sliding_attention"]}, "layer_types is ['sliding_attention'], and only full_attention"),
     (QWEN, {"layer_types": "full_attention"}, "layer_types is 'full_attention', and only full_attention"),
+    (QWEN, {"rope_theta": 10**400}, "rotary_base is 1000"),
+    (GPT2, {"num_attention_heads": 4}, "num_attention_heads is 4, and n_head, the same setting, is 2"),
+    (T5, {"num_heads": 8, "num_attention_heads": 4}, "num_attention_heads is 4, and num_heads, the same setting, is 8"),
+    (MIXTRAL, {"num_experts": 2}, "num_experts is 2, and num_local_experts, the same setting, is 4"),
+    (LLAVA, {"image_token_id": 6}, "image_token_id is 6, and image_token_index, the same setting, is 7"),
     (LLAVA, {"vision_config": 3}, "vision_config is 3, and should be an object"),
     (LLAVA, {"image_token_index": 8}, "image_token_index is 8, and the model has 8 tokens"),
     (LLAVA, {"image_token_index": "7"}, "image_token_index is '7', and the model has 8 tokens"),
@@ -227,6 +234,21 @@ def test_a_setting_that_cannot_be_meant_is_refused(tree: dict, changes: dict, me
     with pytest.raises(CheckpointError) as caught:
         from_huggingface(tree | changes, Path("config.json"))
     assert caught.value.messages[0].startswith(f"config.json: {message}")
+
+
+@pytest.mark.parametrize(
+    ("tree", "name", "alias", "value"),
+    [
+        (GPT2, "n_head", "num_attention_heads", 4),
+        (T5, "d_kv", "head_dim", 16),
+        (MIXTRAL, "num_local_experts", "num_experts", 2),
+        (LLAVA, "image_token_index", "image_token_id", 6),
+    ],
+)
+def test_second_names_of_settings(tree: dict, name: str, alias: str, value: int):
+    others = {key: each for key, each in tree.items() if key != name}
+    one, other = (from_huggingface(others | {key: value}, Path("config.json")) for key in (name, alias))
+    assert one == other != from_huggingface(tree, Path("config.json"))
 
 
 def test_a_bias_that_no_t5_uses_is_ignored():

@@ -172,6 +172,28 @@ def convert(source: Path, folder: Path, shard: int) -> None:
     write_huggingface(folder / "hf", model, None, max_shard_size=shard, carried={})
 
 
+@pytest.mark.parametrize(
+    ("part", "dtype", "wider"),
+    [
+        ("self_attn.q_proj", torch.bfloat16, torch.float32),
+        ("self_attn.v_proj", torch.float16, torch.float32),
+        ("mlp.gate_proj", torch.float64, torch.float64),
+    ],
+)
+def test_parts_of_a_weight_may_differ_in_type(tmp_path: Path, part: str, dtype: torch.dtype, wider: torch.dtype):
+    """Together they have the type that holds the numbers of all."""
+    source, name = make_folder(tmp_path / "source", "llama"), f"model.layers.1.{part}.weight"
+    first = tensors_of(source)
+    first[name] = first[name].to(dtype)
+    for file in source.glob("*.safetensors*"):
+        file.unlink()
+    save_file(first, source / "model.safetensors")
+    convert(source, tmp_path / "ours", 1 << 30)
+    second = load_file(tmp_path / "ours" / "hf" / "model.safetensors")
+    assert all(tensor.to(second[key].dtype).equal(second[key]) for key, tensor in first.items())
+    assert second[name].dtype == wider
+
+
 def test_memory_is_less_than_two_shards(tmp_path: Path):
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # memory that is freed goes back to the system at once
     tree = {"model_type": "llama", **SIZES}
