@@ -63,7 +63,7 @@ class HuggingFaceTokenizer(RustTokenizer):
             encoder.model.dropout = None
         self.pieces = encoder.get_vocab(with_added_tokens=True)
         added = encoder.get_added_tokens_decoder()
-        self._normalized = [token.content for token in added.values() if encoder.normalizer and token.normalized]
+        self._normalized = _normalized_tokens(encoder) if encoder.normalizer else []
         self.special_tokens = {token.content: id for id, token in sorted(added.items()) if token.special}
         size = max(self.pieces.values(), default=-1) + 1
         if size > _MOST_TOKENS:
@@ -91,7 +91,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         with library_errors():
             normalize = self._encoder.normalizer.normalize_str
             whole = normalize(text)
-            return next((name for name in names if (spelled := normalize(name)) and spelled in whole), None)
+            return next((name for name in names if any(map(whole.__contains__, {normalize(name), name} - {""}))), None)
 
     def _special(self, role: str, configs: Mapping[str, Mapping[str, Any]], chosen: str | None) -> int | None:
         """The id of the ``eos`` or ``bos`` token: ``chosen``, or the token in the first of ``configs`` that has it."""
@@ -132,6 +132,16 @@ class HuggingFaceTokenizer(RustTokenizer):
         if not isinstance(token, str) or token not in self.pieces:
             raise DataError(f"{place} is not in the vocabulary of {self.path}: choose one of its tokens")
         return self.pieces[token]
+
+
+def _normalized_tokens(encoder: tokenizers.Tokenizer) -> list[str]:
+    """The added tokens that are read in normalized texts; others are special, and no word of the model."""
+    added = encoder.get_added_tokens_decoder()
+    words: set[int] = set()
+    with suppress(DataError), library_errors():  # an error of these texts, not of the tokenizer
+        encodings = encoder.encode_batch([token.content for token in added.values()], add_special_tokens=False)
+        words = {id for id, encoding in zip(added, encodings, strict=True) if id in encoding.ids}
+    return [token.content for id, token in added.items() if token.normalized or (token.special and id in words)]
 
 
 def checked_size(path: str, tokens: int, rows: int | None) -> int:

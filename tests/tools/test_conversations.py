@@ -101,6 +101,9 @@ def said(content: object, role: str = "user", **more: object) -> list[dict]:
     "messages, message",
     [
         (said("a", weight=0), "message 1 has a weight other than 1"),
+        (said("a", train=False), "message 1 has a train other than 1"),
+        (said("a", function_call={"name": "f"}), "message 1 has function_call, which the chat template does not write"),
+        (said("a\ud83d") + said("\ude00b"), r"message 1: character 1 of the text is U\+D83D, half of a surrogate pair"),
         (said("</s>"), "message 1 contains '</s>', which only the chat template may write"),
         (said("a", name="</s>"), "message 1 contains '</s>'"),
         (said([{"type": "text", "text": part} for part in ("a</", "s>")]), "message 1 contains '</s>'"),
@@ -134,6 +137,37 @@ def test_content_is_text_and_no_special_token(messages: list[dict], message: str
     assert "None" not in writes.conversation(calls).text
 
 
+@pytest.mark.parametrize(
+    "written, message",
+    [
+        ("message.content | lower", said("<|IM_END|>")),
+        ("message.content | replace('#', '')", said("<|im_#end|>")),
+        ("message.content | striptags", said("&lt;|im_end|&gt;")),
+        ("message.name ~ message.content", said("end|>", name="<|im_")),
+        ("'<' ~ message.content ~ '|>'", said("|im_end")),
+    ],
+)
+def test_texts_that_become_a_special_token_are_an_error(written: str, message: list[dict]) -> None:
+    template = ChatTemplate(f"{{% for message in messages %}}{{{{ {written} }}}}<|im_end|>{{% endfor %}}", {})
+    for render in (template.conversation, template.prompt):
+        render(said("a <b> | _c", name="a_b"))
+        with pytest.raises(DataError, match=r"makes '<\|im_end\|>' of the texts of the messages"):
+            render(message)
+
+
+@pytest.mark.parametrize(
+    "written", ["answer(message)[1:-1]", "answer(message) | tojson(true)", "answer(message) | length"]
+)
+def test_a_template_that_loses_marks_is_an_error(written: str) -> None:
+    """The others would be counted, and this answer not."""
+    macro = "{% macro answer(message) %}{% generation %}{{ message.content }}{% endgeneration %}{% endmacro %}"
+    source = (
+        f"{macro}{{% for message in messages %}}{{{{ {written} if loop.last else answer(message) }}}}{{% endfor %}}"
+    )
+    with pytest.raises(DataError, match="blocks are nested, or cut by the template"):
+        ChatTemplate(source, SPECIAL).conversation(MESSAGES)
+
+
 def test_arguments_of_a_call_may_be_json_in_a_prompt() -> None:
     """Clients of OpenAI's API send them so, and templates expect objects."""
     template = ChatTemplate(
@@ -164,6 +198,24 @@ def test_another_spelling_of_a_special_token_is_an_error(chat_folder: Path, spec
     template.conversation(said("a"))
     with pytest.raises(DataError, match=r"message 1 contains '<\|im_start\|>'"):
         template.conversation(said("a\uff1c|im_start|\uff1e"))
+
+
+@pytest.mark.parametrize("prefix", ["", "\N{LOWER ONE EIGHTH BLOCK}"])
+def test_another_spelling_of_a_word_that_is_special_is_an_error(chat_folder: Path, prefix: str) -> None:
+    """The library does not look for the token in normalized texts, but the model of the tokenizer has it as a word."""
+    from tokenizers import AddedToken, Tokenizer, models, normalizers
+
+    words = [("<unk>", 0.0), ("</s>", -1.0), *((letter, -5.0) for letter in "abusertin: \N{LOWER ONE EIGHTH BLOCK}")]
+    encoder = Tokenizer(models.Unigram(words, 0))
+    encoder.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Prepend(prefix)])
+    encoder.add_special_tokens([AddedToken(text, normalized=False) for text in ("<s>", "</s>")])
+    encoder.save(file := str(chat_folder / "tokenizer.json"))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", file, None)
+    template = chat_template(find_chat_template(None, chat_folder), tokenizer)
+    [(ids, _)] = tokenize_texts(tokenizer, [template.conversation(said("a"))])
+    assert ids.count(tokenizer.eod) == 1
+    with pytest.raises(DataError, match="message 1 contains '</s>'"):
+        template.conversation(said("a\uff1c/s\uff1e"))
 
 
 def test_tokens_and_mask_are_those_of_transformers(chat_folder: Path) -> None:

@@ -126,6 +126,7 @@ BAD_LINES = [
     (b"[" * 100000, "JSON that cannot be read"),
     (b'["a"]', "a JSON list, where an object is needed"),
     (b'{"txt": "a"}', 'no key "text" (choose keys with --json-keys)'),
+    (b'{"text": "a", "text": "b"}', 'the key "text" occurs twice in an object'),
     (b'{"text": 3}', '"text" is a number, where a string is needed'),
     (b'{"text": null}', '"text" is a null, where a string is needed'),
     (b'{"text": "a\xff"}', "byte 12 of the line is not UTF-8"),
@@ -140,7 +141,7 @@ def test_bad_lines_can_be_skipped(tmp_path: Path, command: Callable, run: Callab
     corpus.write_bytes(b'{"text": "a"}\n' + b"\n".join(line for line, _ in BAD_LINES) + b'\n{"text": "b"}')
     finished = run(command([corpus], "--on-error", "skip", "--workers", "2"))
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.endswith("; 8 bad lines skipped; 2 empty documents skipped\n")
+    assert finished.stdout.endswith("; 9 bad lines skipped; 2 empty documents skipped\n")
     report = [line for line in finished.stderr.splitlines() if "skipped" in line]
     assert len(report) == len(BAD_LINES)
     for number, ((_, message), line) in enumerate(zip(BAD_LINES, report, strict=True), start=2):

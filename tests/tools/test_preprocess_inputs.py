@@ -223,6 +223,15 @@ def test_a_file_may_be_one_document(tmp_path: Path, convert) -> None:
     assert convert(path, input_format="document").documents == 1
 
 
+@pytest.mark.parametrize("content", ["a b\nc\n".encode("utf-16-le"), b"a b\n\0\0\0\0"])
+@pytest.mark.parametrize("kind", ["text", "document"])
+def test_text_in_utf_16_is_an_error(tmp_path: Path, convert, content: bytes, kind: str) -> None:
+    """It decodes as UTF-8, and so do the zeros that a full disk leaves at the end of a file."""
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=r"a.txt:[12]: [346] of its [0-9]+ bytes are 0: is the file in UTF-16"):
+        convert(tmp_path / "a.txt", input_format=kind)
+
+
 def test_inputs_may_be_folders_patterns_and_saved_data_sets(tmp_path: Path) -> None:
     saved = tmp_path / "folder" / "saved"
     saved.mkdir(parents=True)

@@ -9,7 +9,8 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError, Undefined, meta, nodes
@@ -32,7 +33,8 @@ Text = tuple[str, list[tuple[int, int]]]
 class Template:
     """A Jinja template with the settings of transformers, but without the date, random numbers and addresses."""
 
-    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special: Mapping[str, str], reserved: Iterable[str] = ()) -> None:
+        """``reserved`` are texts that, like ``marks``, come from the template only."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_written
         )
@@ -42,6 +44,8 @@ class Template:
         self._tree = environment.parse(source)
         self._template = environment.from_string(source)
         self._special = dict(special)
+        names = sorted({*reserved, *self.marks()} - {""}, key=len, reverse=True)
+        self._reserved = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self._marks_answers = any(node.name == "_marked" for node in self._tree.find_all(nodes.ExtensionAttribute))
 
     def marks(self) -> list[str]:
@@ -57,12 +61,17 @@ class Template:
 
         A turn is the text inside ``{% generation %}``. In templates without it, a turn is what the template adds to
         the previous messages with the generation prompt.
+
+        Raises ValueError if this cannot be told, or if texts of the messages become a special token.
         """
+        _Generation.blocks = 0
         text = self._render(messages, tools)
         if self._marks_answers:
             pieces = re.split(f"({BEGIN}|{END})", text)
-            if pieces[1::2] != [BEGIN, END] * (len(pieces) // 4):
+            blocks = len(pieces) // 4
+            if pieces[1::2] != [BEGIN, END] * blocks or blocks < _Generation.blocks:
                 raise ValueError("{% generation %} blocks are nested, or cut by the template")
+            self._check("".join(pieces[::2]), messages, tools)
             ends = [0]
             for piece in pieces[::2]:
                 ends.append(ends[-1] + len(piece))
@@ -71,7 +80,7 @@ class Template:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self.prompt(messages[:number], tools)
+            prompt = self._render(messages[:number], tools, add_generation_prompt=True)
             answered = self._render(messages[: number + 1], tools)
             if not (answered.startswith(prompt) and text.startswith(answered)):
                 raise ValueError(
@@ -79,11 +88,24 @@ class Template:
                     "{% generation %} and {% endgeneration %} around answers in the template"
                 )
             counted.append((len(prompt), len(answered)))
+        self._check(text, messages, tools)
         return text, counted
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
-        """Render a conversation with the generation prompt at the end."""
-        return re.sub(f"[{BEGIN}{END}]", "", self._render(messages, tools, add_generation_prompt=True))
+        """Render a conversation with the generation prompt at the end. Raises ValueError as ``conversation``."""
+        text = re.sub(f"[{BEGIN}{END}]", "", self._render(messages, tools, add_generation_prompt=True))
+        self._check(text, messages, tools, add_generation_prompt=True)
+        return text
+
+    def _check(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any, **settings: bool) -> None:
+        """Raises ValueError if there are fewer special tokens in the text without the punctuation of the messages: the
+        template has made one of them, such as by changing or joining texts."""
+        try:
+            plain = self._render(_plain(messages), _plain(tools), **settings)
+        except Exception:  # the template needs the punctuation
+            return
+        for token in Counter(self._reserved.findall(text)) - Counter(self._reserved.findall(plain)):
+            raise ValueError(f"makes {token!r} of the texts of the messages: remove their part of it")
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = False) -> str:
         return self._template.render(
@@ -99,6 +121,8 @@ class _Generation(Extension):
     """Jinja extension for ``{% generation %}...{% endgeneration %}`` around what an assistant generates."""
 
     tags = {"generation"}
+    blocks = 0
+    """Blocks that were rendered."""
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -106,7 +130,18 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
     def _marked(self, caller: Any) -> str:
+        _Generation.blocks += 1
         return f"{BEGIN}{caller()}{END}"
+
+
+def _plain(value: Any, key: str = "") -> Any:
+    """A value of JSON with a dot for each punctuation mark in texts, except in names such as roles."""
+    if isinstance(value, dict):
+        return {name: _plain(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    is_name = not isinstance(value, str) or key in ("role", "type") or re.fullmatch(r"[\w.-]*", value)
+    return value if is_name else re.sub(r"[^\w\s]", "\N{MIDDLE DOT}", value)
 
 
 def _written(value: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.common.errors import ConfigError, DataError, did_you_mean, one_line
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.base import check_texts
 from megatron.tools.chat import sandbox
 from megatron.tools.chat.tokens import Text, special_tokens, tokenize_continuation, tokenize_marked
 
@@ -54,6 +55,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template has {len(source):,} characters, and may have {_LONGEST:,}")
         self.source, self.special, self.others = source, dict(special), dict(others)
         self._own_roles = frozenset(name for pair in re.findall(r"'(\w+)'|\"(\w+)\"", source) for name in pair if name)
+        self._texts = (source, self.special, [*filter(None, reserved)])
         self._process: subprocess.Popen[str] | None = None
         self._owner = os.getpid()
         try:
@@ -62,7 +64,7 @@ class ChatTemplate:
             raise ConfigError(
                 f"the chat template cannot be used: {str(error).removeprefix('the chat template').lstrip(': ')}"
             ) from None
-        self._names = sorted({*filter(None, reserved), *self.marks}, key=len, reverse=True)
+        self._names = sorted({*self._texts[2], *self.marks}, key=len, reverse=True)
         self._reserved = re.compile("|".join([*map(re.escape, self._names), f"[{sandbox.BEGIN}{sandbox.END}]"]))
         self._respelled = respelled
         tools = others.get(TOOL_USE)
@@ -110,10 +112,12 @@ class ChatTemplate:
                 known = f"use {', '.join(ROLES)}, or one that the chat template names"
                 advice = did_you_mean(role, ROLES, otherwise=known)
                 raise DataError(f"the role {one_line(role)[:40]!r} of message {number} is unknown: {advice}")
-            if message.get("weight", 1) != 1:
-                raise DataError(f"message {number} has a weight other than 1: remove it, or the message")
-            if message.get("tool_calls") and "tool_calls" not in self.source:
-                raise DataError(f"message {number} has tool_calls, which the chat template does not write: use another")
+            for key in ("weight", "train"):
+                if message.get(key, 1) != 1:
+                    raise DataError(f"message {number} has a {key} other than 1: remove it, or the message")
+            for key in ("tool_calls", "function_call"):
+                if message.get(key) and key not in self.source:
+                    raise DataError(f"message {number} has {key}, which the chat template does not write: use another")
             content = _content(number, message)
             checked.append({**message, "content": content})
             self._check_strings(f"message {number}", [message, content])  # also a token over two parts
@@ -129,6 +133,7 @@ class ChatTemplate:
 
     def _check_strings(self, where: str, value: Any) -> None:
         for text in _strings(value):
+            check_texts([text], f"{where}: ")  # also half of a pair, which would join the half in another message
             if found := match.group() if (match := self._reserved.search(text)) else self._respelled(text, self._names):
                 token = ascii(found) if found in sandbox.BEGIN + sandbox.END else repr(found)
                 raise DataError(f"{where} contains {token}, which only the chat template may write: remove it")
@@ -143,7 +148,7 @@ class ChatTemplate:
             ),
         )
         weakref.finalize(self, _end, self._process, self._owner)
-        return self._ask("template", self.source, self.special)
+        return self._ask("template", *self._texts)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         if self._owner != os.getpid() or self._process is None:  # a forked process starts its own sandbox
