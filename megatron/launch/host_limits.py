@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from megatron.common.environment import local_rank, ranks_on_host
 from megatron.common.errors import ResourceError, first_line
 
 _FILES, _MOST_FILES = 128, 4096
 _ADDRESSES, LEAST_DATA = 1 << 30, 3 << 27
-_THREADS = 16
+_THREADS, _STACK = 24, 1 << 16
+"""Threads of a rank, with its processes that read data, and bytes of their stacks while they are tried out."""
 _ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EAGAIN)
 _TEXTS = (
     *map(os.strerror, _ERRNOS),
@@ -69,10 +71,12 @@ def _missing(environ: Mapping[str, str]) -> Iterator[str]:
             yield "/proc is missing, from which libraries read the memory and the devices of this host: mount it"
         if not os.access("/dev/shm", os.W_OK | os.X_OK):
             yield "/dev/shm is missing or cannot be written; processes share memory there: mount a tmpfs"
+    # Of all ranks here, by the first one: a library of another one would abort when it cannot start a thread.
+    count = 0 if local_rank(environ) else _THREADS * (ranks_on_host(environ) or 1)
     try:
-        _start_threads()
+        _start_threads(count)
     except RuntimeError:
-        yield f"this host does not allow {_THREADS} threads more: raise ulimit -u or -v, or the limit of the container"
+        yield f"this host does not allow {count} threads more, {_THREADS} a rank: raise ulimit -u, or the container's"
     if environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1"):
         try:
             _connect_to_itself()
@@ -80,14 +84,16 @@ def _missing(environ: Mapping[str, str]) -> Iterator[str]:
             yield f"127.0.0.1 cannot be reached ({error.strerror or error}); ranks connect to it: ip link set lo up"
 
 
-def _start_threads() -> None:
-    """Start ``_THREADS`` concurrent threads. Raises RuntimeError if that is not allowed."""
+def _start_threads(count: int) -> None:
+    """Start ``count`` concurrent threads. Raises RuntimeError if that is not allowed."""
     end = threading.Event()
-    threads = [threading.Thread(target=end.wait, daemon=True) for _ in range(_THREADS)]
+    threads = [threading.Thread(target=end.wait, daemon=True) for _ in range(count)]
+    usual = threading.stack_size(_STACK)  # the address space of one process is not that of all ranks
     try:
         for thread in threads:
             thread.start()
     finally:
+        threading.stack_size(usual)
         end.set()
 
 

@@ -103,6 +103,23 @@ def test_what_is_missing_is_named(
     assert len(caught.value.messages) == 1
 
 
+@pytest.mark.parametrize(("place", "ranks"), [({}, 1), ({"LOCAL_RANK": "0", "LOCAL_SIZE": "3"}, 3)])
+def test_the_first_rank_of_a_host_tries_the_threads_of_all(
+    place: dict[str, str], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each alone would find enough, and a library of one of them abort later."""
+    allowed = iter(range(24 * ranks - 1))
+
+    def start(_: threading.Thread) -> None:
+        if next(allowed, None) is None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    check_host({"LOCAL_RANK": "1", "LOCAL_SIZE": "3"})
+    with pytest.raises(ResourceError, match=f"does not allow {24 * ranks} threads more"):
+        check_host(place)
+
+
 @pytest.mark.parametrize(
     ("error", "is_limit"),
     [
