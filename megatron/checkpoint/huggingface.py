@@ -13,10 +13,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron.checkpoint.checks import check_numbers
 from megatron.checkpoint.load import Loaded
 from megatron.checkpoint.resharding import load_states
 from megatron.checkpoint.safetensors_files import no_floats
-from megatron.checkpoint.schema import check_numbers
 from megatron.checkpoint.stored import WEIGHT, State
 from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of
 from megatron.common.errors import CheckpointError

@@ -11,13 +11,15 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from megatron.checkpoint.across_ranks import check_share_of_copies
+from megatron.checkpoint.checks import form_errors
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly, overridden_settings
 from megatron.checkpoint.manifest import Manifest, check_content, read_manifest
 from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.resharding import load_resharded
 from megatron.checkpoint.run_file import SavedRun
-from megatron.checkpoint.schema import check_share_of_copies, form_errors, read_rank_files
+from megatron.checkpoint.schema import read_rank_files
 from megatron.checkpoint.tensor_files import check_identity, read_file
 from megatron.checkpoint.tracker import resolve
 from megatron.common.checkpoint_folders import existing_rank_file

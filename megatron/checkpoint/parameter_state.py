@@ -18,77 +18,59 @@ ZeRO 3 separately, in parts.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import product, repeat
-from pathlib import Path
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.checks import check_outline, wrong
 from megatron.checkpoint.run_file import SavedRun
-from megatron.checkpoint.saved_layout import expert_file, model_file, optimizer_file
+from megatron.checkpoint.saved_files import SavedFiles, Shapes, numbered_state
 from megatron.checkpoint.stored import WEIGHT, Piece, Shard, State, Stored, StoredFile, joined
-from megatron.checkpoint.tensor_files import read_file
 from megatron.common.errors import CheckpointError
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import parameter_prefix
 
 _OF_MATRICES = ("row_var", "col_var")
 """Adafactor's sums over the rows and columns of a matrix, which cannot be resharded."""
-Shapes = Mapping[str, torch.Size]
-"""Names and shapes of the parameters of an optimizer's parameter group, in its order."""
 
 
 class SavedStates:
     """The states of the parameters in the files of ``saved``, read on demand.
 
-    Unless ``verified``, files are compared with the manifest when they are opened. Raises CheckpointError if a file is
-    missing or damaged; methods raise errors that ``form_errors`` converts if its content has another form.
+    Raises the same errors as ``SavedFiles``, and CheckpointError for a tensor of another shape than its parameter.
     """
 
     def __init__(self, saved: SavedRun, *, verified: bool = False) -> None:
         self.saved, self.layout = saved, saved.layout
         self.config = saved.full_model_config()
         self.specs = architecture_of(self.config).named_parameters(self.config)
-        self._rows = saved.model.get("padded_vocab_size")
-        manifest = {} if verified else read_manifest(saved.path)  # once for all files
-        iteration = None if verified else saved.iteration
-        self._opened = cache(
-            lambda file: StoredFile(file, manifest.get(file.relative_to(saved.path).as_posix()), iteration)
-        )
+        self.files = SavedFiles(saved, verified=verified)
         self.state = cache(self._state)
-        self.groups = cache(self._groups)
         self._module = cache(self._checked_module)
-
-    def read(self, file: Path) -> Any:
-        """The content of a file, with its tensors in memory."""
-        self._opened(file).find(())  # compares it with the manifest
-        return read_file(file)
 
     def _state(self, name: str, tensor_rank: int) -> State:
         """The state of a parameter on a tensor-parallel rank; only the weight if it is frozen."""
-        for stage in self.stages() if self.saved.has_optimizer else ():
-            if any(name in group for group in self.groups(stage)):
+        for stage in self.files.stages() if self.saved.has_optimizer else ():
+            if any(name in group for group in self.files.groups(stage)):
                 return self.trained(name, stage, tensor_rank)
         return {WEIGHT: self.weight(name, tensor_rank)}
 
     def shard(self, name: str, shape: Sequence[int], rank: int = 0, size: int = 1, first_expert: int = 0) -> State:
         """The state resharded to tensor-parallel rank ``rank`` of ``size``, with ``shape``: ``Shard`` and numbers."""
-        spec, count = self.specs[name], self.layout.model_parallel_size
+        spec, stored, count = self.specs[name], self._stored_shape(name), self.layout.model_parallel_size
         own = rank * count // size if spec.shard_dim is None else 0
 
         def of(key: str) -> Shard:
-            return Shard(
-                lambda rank: self.state(name, own + rank)[key], count, spec, shape, rank, first_expert, self._rows
-            )
+            return Shard(lambda rank: self.state(name, own + rank)[key], count, spec, stored, shape, rank, first_expert)
 
         return {key: of(key) if is_flat(value) else value for key, value in self.state(name, own).items()}
 
     def full_weight(self, name: str) -> Shard:
         """The full weight, without padding, from the files of weights and not of the optimizer if there are any."""
         spec, count = self.specs[name], self.layout.model_parallel_size
-        return Shard(lambda rank: self.weight(name, rank), count, spec, spec.shape, stored_rows=self._rows)
+        return Shard(lambda rank: self.weight(name, rank), count, spec, self._stored_shape(name), spec.shape)
 
     def copies(self, part: slice = slice(None), *, optimizer: bool = True) -> Iterator[tuple[str, list[Stored]]]:
         """(name, copies) of each tensor that is replicated over tensor-parallel ranks, for ``part`` of the parameters.
@@ -105,44 +87,6 @@ class SavedStates:
                 if is_flat(states[0][key]):
                     yield f"{name}.{key}", [state[key] for state in states]
 
-    def optimizers(self, part: slice = slice(None)) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-        """(file, state) of the base optimizer in ``part`` of its files, with moments as ``Stored``."""
-        layout, path = self.layout, self.saved.path
-        ranks = range(len(self.stages()) * layout.model_parallel_size)
-        files = [model_file(path, layout, rank) for rank in ranks]
-        if layout.has_optimizer_partitions:
-            files = [optimizer_file(path, layout, *pair) for pair in product(range(layout.zero_ranks), ranks)]
-        for file in map(self._opened, files[part] if self.saved.has_optimizer else ()):
-            base = file.find(place := self._base_optimizer(file))
-            states = {
-                number: {key: file.entry(*place, "state", number, key) for key in state}
-                for number, state in base["state"].items()
-            }
-            yield file.path, {**base, "state": states}
-
-    def _base_optimizer(self, file: StoredFile) -> tuple[str, ...]:
-        """The key path of the base optimizer's state in ``file``."""
-        if self.layout.zero_stage == 3:
-            return "optimizer_state_dict", "optimizer_state_dict"
-        if self.layout.has_optimizer_partitions:
-            return "optimizer_state_dict", "base_optimizer_state"
-        # Half precision has a wrapper, which earlier versions used at ZeRO 0.
-        return ("optimizer", "optimizer_state_dict")[: 1 + ("optimizer_state_dict" in file.content["optimizer"])]
-
-    def stages(self) -> range:
-        """The pipeline stages; a single one without a pipeline."""
-        return range(max(self.layout.pipe_parallel_size, 1))
-
-    def _groups(self, stage: int) -> Sequence[Shapes]:
-        """The parameters in each parameter group of the optimizer of a stage."""
-        model = self._model(stage * self.layout.model_parallel_size).content
-        if not (groups := model.get("param_shapes")):
-            raise CheckpointError(
-                f"{self.saved.path} does not record which parameters its optimizer has: resume on the layout that "
-                "saved it"
-            )
-        return groups
-
     def weight(self, name: str, tensor_rank: int) -> Stored:
         """A weight on a tensor-parallel rank, with all experts. Raises CheckpointError if it is missing."""
         if self.layout.zero_stage == 3:
@@ -150,34 +94,34 @@ class SavedStates:
         first = self._first_weight(name, tensor_rank)
         if not (self.specs[name].is_expert and self.layout.expert_parallel_size > 1):
             return first
-        stages = (stage * self.layout.model_parallel_size + tensor_rank for stage in self.stages())
-        others = next(files for rank in stages if name in (files := self._others(rank))[0].content)
-        return joined([first, *(other.entry(name, WEIGHT) for other in others)])
+        stages = (stage * self.layout.model_parallel_size + tensor_rank for stage in self.files.stages())
+        others = next(files for rank in stages if name in (files := self.files.others(rank))[0].content)
+        return joined([first, *(self._tensor(name, other, name, WEIGHT) for other in others)])
 
     def _first_weight(self, name: str, tensor_rank: int) -> Stored:
         """A weight on a tensor-parallel rank, with the experts of the first rank of the expert group only."""
-        path, dimensions = self.saved.path, len(self.specs[name].shape)
+        path = self.saved.path
         if self.layout.pipe_parallel_size == 0:
             file = self._module(tensor_rank)
             if name in file.find(["module"]):
-                return _tensor(file, ("module", name), dimensions)
+                return self._tensor(name, file, "module", name)
         for index, layer in enumerate(architecture_of(self.config).layers(self.config)):
-            file = self._opened(path / f"layer_{index:02d}-model_{tensor_rank:02d}-model_states.pt")
+            file = self.files.opened(path / f"layer_{index:02d}-model_{tensor_rank:02d}-model_states.pt")
             inner = name.removeprefix(parameter_prefix(index, layer))
             if inner != name and self.layout.pipe_parallel_size and file.path.exists() and inner in file.content:
-                return _tensor(file, (inner,), dimensions)
+                return self._tensor(name, file, inner)
         raise CheckpointError(f"{path} holds no weight {name}")
 
     def _frozen_at_zero3(self, name: str, tensor_rank: int) -> Stored:
         """A weight that ZeRO 3 partitions into equal parts over data-parallel ranks; the last may be padded."""
-        if self.saved.has_optimizer and any(name in group for group in self.groups(0)):
+        if self.saved.has_optimizer and any(name in group for group in self.files.groups(0)):
             return self.trained(name, 0, tensor_rank)[WEIGHT]
-        files = [self._model(tensor_rank, rank) for rank in range(self.layout.zero_ranks)]
+        files = [self.files.model(tensor_rank, rank) for rank in range(self.layout.zero_ranks)]
         shapes: Shapes = files[0].content.get("frozen_param_shapes") or {}
         if name not in shapes:
             raise CheckpointError(f"{self.saved.path} holds no weight {name}")
         keys = ("frozen_param_fragments", name)
-        return _divided(files, keys, 0, files[0].find(keys).numel(), shapes[name])
+        return _divided(files, keys, 0, files[0].find(keys).numel(), self._recorded(name, files[0], shapes))
 
     def trained(self, name: str, stage: int, tensor_rank: int) -> State:
         """The state of a parameter that the optimizer of a stage updates."""
@@ -189,8 +133,13 @@ class SavedStates:
         elif not self.layout.has_optimizer_partitions:
             parts = [self._zero0(name, stage, mp_rank)]
             if is_divided:
-                others = self._others(mp_rank)
-                parts += [{key: file.entry(name, key) for key in file.content[name]} for file in others]
+                parts += [
+                    {
+                        key: self._tensor(name, file, name, key) if is_flat(value) else file.entry(name, key)
+                        for key, value in parts[0].items()
+                    }
+                    for file in self.files.others(mp_rank)
+                ]
         else:
             # Experts are partitioned over the ranks with the same experts.
             first = range(experts) if is_divided else [0]
@@ -205,9 +154,9 @@ class SavedStates:
     def _zero3(self, name: str, mp_rank: int) -> State:
         """The state at ZeRO 3: each rank has a part of each parameter of a group, concatenated."""
         number, shapes = self._group_of(name, 0)
-        files = [self._partition(rank, mp_rank) for rank in range(self.layout.zero_ranks)]
+        files = [self.files.partition(rank, mp_rank) for rank in range(self.layout.zero_ranks)]
         lengths = {parameter: math.ceil(shape.numel() / len(files)) for parameter, shape in shapes.items()}
-        start, place = _consecutive_spans(lengths)[name].start, self._base_optimizer(files[0])
+        start, place = _consecutive_spans(lengths)[name].start, self.files.base_optimizer(files[0])
 
         def of(keys: Sequence[Any]) -> Stored:
             return _divided(files, keys, start, lengths[name], shapes[name])
@@ -221,7 +170,7 @@ class SavedStates:
         with round-robin gradients.
         """
         number, shapes = self._group_of(name, stage)
-        first = self._partition(ranks[0], mp_rank)
+        first = self.files.partition(ranks[0], mp_rank)
         weights = ("optimizer_state_dict", "single_partition_of_fp32_groups", number)
         length = first.find(weights).numel()
         paddings = first.content["optimizer_state_dict"].get("param_alignment_paddings")
@@ -231,10 +180,10 @@ class SavedStates:
 
         def of(keys: Sequence[Any]) -> Stored:
             bounds = ((max(span.start - at * length, 0), min(span.stop - at * length, length)) for at in holders)
-            files = (self._partition(ranks[at], mp_rank) for at in holders)
+            files = (self.files.partition(ranks[at], mp_rank) for at in holders)
             return Stored([Piece(file, keys, *ends) for file, ends in zip(files, bounds, strict=True)], shapes[name])
 
-        return _state(first, weights, self._base_optimizer(first), number, of)
+        return _state(first, weights, self.files.base_optimizer(first), number, of)
 
     def _zero0(self, name: str, stage: int, mp_rank: int) -> State:
         """The state at ZeRO 0: a tensor for each parameter or, with DeepSpeed's fused wrapper, for each group.
@@ -242,7 +191,7 @@ class SavedStates:
         In fp32 there are no master weights.
         """
         index, shapes = self._group_of(name, stage)
-        file = self._model(mp_rank)
+        file = self.files.model(mp_rank)
         optimizer = file.content["optimizer"]
         span = slice(0, shapes[name].numel())
         number, weights = index, tuple[Any, ...](("optimizer", "fp32_groups_flat", index))
@@ -250,54 +199,63 @@ class SavedStates:
             span = _consecutive_spans({parameter: shape.numel() for parameter, shape in shapes.items()})[name]
         else:
             position = list(shapes).index(name)
-            number = sum(map(len, self.groups(stage)[:index])) + position
+            number = sum(map(len, self.files.groups(stage)[:index])) + position
             weights = ("optimizer", "fp32_groups", index, position)
 
         def of(keys: Sequence[Any]) -> Stored:
             if keys == weights and not optimizer.keys() & {"fp32_groups", "fp32_groups_flat"}:
                 return self._first_weight(name, mp_rank % self.layout.model_parallel_size)
-            found = file.find(keys).shape
-            if "fp32_groups_flat" not in optimizer and found != shapes[name]:
-                problem = f"{name}.{keys[-1]} is of the shape {[*found]}, and should be of {[*shapes[name]]}"
-                raise CheckpointError(f"{file.path}: {problem}")
-            return Stored([Piece(file, keys, span.start, span.stop)], shapes[name])
+            if "fp32_groups_flat" in optimizer:
+                return Stored([Piece(file, keys, span.start, span.stop)], shapes[name])
+            return self._tensor(name, file, *keys)
 
-        return _state(file, weights, self._base_optimizer(file), number, of)
+        return _state(file, weights, self.files.base_optimizer(file), number, of)
 
     def _group_of(self, name: str, stage: int) -> tuple[int, Shapes]:
-        return next((number, group) for number, group in enumerate(self.groups(stage)) if name in group)
+        """(number, shapes) of the parameter group with a parameter."""
+        found = next((number, group) for number, group in enumerate(self.files.groups(stage)) if name in group)
+        self._recorded(name, self.files.model(stage * self.layout.model_parallel_size), found[1])
+        return found
+
+    def _stored_shape(self, name: str) -> torch.Size:
+        """The shape of a tensor-parallel rank's shard of a parameter, with all experts."""
+        spec, rows = self.specs[name], self.saved.model["padded_vocab_size"]
+        shape = [rows, *spec.shape[1:]] if spec.is_vocabulary else [*spec.shape]
+        if spec.shard_dim is not None:
+            shape[spec.shard_dim] //= self.layout.model_parallel_size
+        return torch.Size(shape)
+
+    def _part_shape(self, name: str) -> torch.Size:
+        """The shape of a shard in a single file, which has a part of the experts."""
+        experts, *others = shape = self._stored_shape(name)
+        return (
+            torch.Size([experts // self.layout.expert_parallel_size, *others]) if self.specs[name].is_expert else shape
+        )
+
+    def _tensor(self, name: str, file: StoredFile, *keys: Any) -> Stored:
+        """The tensor at ``keys``, a shard's weight or a moment of it. Raises CheckpointError for another shape."""
+        label = name if name.endswith(str(keys[-1])) else f"{name}.{keys[-1]}"
+        check_outline(file.path, label, found := file.entry(*keys), self._part_shape(name))
+        return found
+
+    def _recorded(self, name: str, file: StoredFile, shapes: Shapes) -> torch.Size:
+        """The shape of a parameter's shard in a file, which must be the one in ``shapes``, as ``file`` records it."""
+        if tuple(shapes[name]) != (expected := self._part_shape(name)):
+            raise wrong(file.path, f"the recorded shape of {name}", str([*shapes[name]]), str([*expected]))
+        return expected
 
     def _checked_module(self, tensor_rank: int) -> StoredFile:
         """The file of a tensor-parallel rank's weights. Raises CheckpointError for a weight that the model lacks."""
-        file = self._model(tensor_rank)
+        file = self.files.model(tensor_rank)
         unknown = file.find(["module"]).keys() - self.specs.keys() - set(file.content.get("buffer_names") or ())
         if unknown:
             raise CheckpointError(f"{file.path} holds {min(unknown)}, which the model does not have")
         return file
 
-    def _model(self, mp_rank: int, zero_rank: int = 0) -> StoredFile:
-        return self._opened(model_file(self.saved.path, self.layout, mp_rank, zero_rank))
-
-    def _partition(self, zero_rank: int, mp_rank: int) -> StoredFile:
-        return self._opened(optimizer_file(self.saved.path, self.layout, zero_rank, mp_rank))
-
-    def _others(self, mp_rank: int) -> list[StoredFile]:
-        """The expert files of a model-parallel rank: all ranks of its expert group except the first, in order."""
-        ranks = range(1, self.layout.expert_parallel_size)
-        return [self._opened(expert_file(self.saved.path, rank, mp_rank)) for rank in ranks]
-
 
 def in_memory(state: State) -> State:
     """``state`` with its tensors read into memory."""
     return {key: value.read_all() if is_flat(value) else value for key, value in state.items()}
-
-
-def _tensor(file: StoredFile, keys: Sequence[str], dimensions: int) -> Stored:
-    found = file.entry(*keys)
-    if not isinstance(found, Stored) or len(found.shape) != dimensions:
-        kind = f"of the shape {[*found.shape]}" if isinstance(found, Stored) else f"of type {type(found).__name__}"
-        raise CheckpointError(f"{file.path}: {keys[-1]} is {kind}, and should be a tensor of {dimensions} dimensions")
-    return found
 
 
 def _divided(files: Sequence[StoredFile], keys: Sequence[Any], start: int, length: int, shape: torch.Size) -> Stored:
@@ -329,13 +287,6 @@ def _consecutive_spans(lengths: Mapping[str, int], paddings: Sequence[int] | Non
         spans[name] = slice(start, start + length)
         start += length + padding
     return spans
-
-
-def numbered_state(base: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The state of tensor ``number`` in the optimizer ``base``, with the step count, which may be kept by the group."""
-    group = next(group for group in base["param_groups"] if number in group["params"])
-    step = {"step": group["step"]} if "step" in group else {}
-    return {**step, **base["state"].get(number, {})}
 
 
 def is_flat(value: Any) -> bool:

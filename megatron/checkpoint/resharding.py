@@ -10,20 +10,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron.checkpoint.across_ranks import check_share_of_states
+from megatron.checkpoint.checks import check_numbers, form_errors
 from megatron.checkpoint.collective_errors import on_all_ranks
 from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import model_file, optimizer_file
-from megatron.checkpoint.schema import (
-    Updates,
-    check_counts,
-    check_loss_scale,
-    check_numbers,
-    check_share_of_copies,
-    check_state,
-    check_steps,
-    form_errors,
-)
+from megatron.checkpoint.schema import Updates, check_counts, check_loss_scale, check_state, check_steps
 from megatron.checkpoint.stored import WEIGHT, Shard, State
 from megatron.checkpoint.tensor_files import read_file
 from megatron.engines.state import (
@@ -68,7 +61,7 @@ def load_resharded(
         state = states.shard(name, shape, tensor_group.rank(), tensor_group.size(), first_expert)
         return state if optimizer else {WEIGHT: state[WEIGHT]}
 
-    check_share_of_copies(states)
+    check_share_of_states(states)
     load_states(engine, read, path, only, updates)
     with form_errors(path):
         if optimizer:

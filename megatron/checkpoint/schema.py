@@ -4,78 +4,36 @@ Hashes show that a file is unchanged, not that it holds the state of this model 
 read beyond the end of a moment that is smaller than its parameter.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import product
-from math import inf, isfinite
+from collections.abc import Collection, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
+from megatron.checkpoint.checks import (
+    Shape,
+    check_outline,
+    check_tensor,
+    form_errors,
+    outline,
+    wrong,
+)
 from megatron.checkpoint.collective_errors import gathered_on_rank_0
-from megatron.checkpoint.manifest import gone
-from megatron.checkpoint.parameter_state import SavedStates, numbered_state
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.sample_history import MOST_SAMPLES
+from megatron.checkpoint.saved_files import numbered_state
 from megatron.checkpoint.stored import WEIGHT, State
 from megatron.common.checkpoint_folders import existing_rank_file
-from megatron.common.errors import CheckpointError, first_line
+from megatron.common.errors import CheckpointError
 from megatron.engines.state import base_tensors, moment_names, optimizer_notified, rank_files
 
-Shape = Sequence[int]
-_SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "sum", "variance", "row_var", "col_var")
-"""Moments whose elements are never negative."""
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 """Keys of the master weights in the optimizer files of ZeRO 1, 2 and 3."""
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow")
 """Other keys that DeepSpeed loads from these files, in addition to the state of the base optimizer."""
-
-
-_FORM = (LookupError, ArithmeticError, TypeError, AttributeError, ValueError, RuntimeError, StopIteration, EOFError)
-
-
-@contextmanager
-def form_errors(place: Path) -> Iterator[None]:
-    """Turn errors in a block that reads ``place`` into CheckpointError if its form is wrong, or it was removed.
-
-    Each line of a CheckpointError names a file or ``place``.
-    """
-    try:
-        yield
-    except CheckpointError as error:
-        error.messages = [line if str(place) in line else f"{place}: {line}" for line in error.messages]
-        error.args = ("\n".join(error.messages),)
-        raise
-    except (*_FORM, OSError, AssertionError) as error:
-        if not place.exists():
-            raise gone(place) from error
-        if not isinstance(error, _FORM) or "inline_container" in str(error):
-            raise  # "inline_container" is in errors of torch's writer about a full disk
-        problem = f"{type(error).__name__}: {first_line(error)}"
-        raise CheckpointError(f"{place} lacks a part, or holds one of another form ({problem})") from error
-
-
-def check_tensor(place: object, name: str, found: Any, shape: Shape, dtype: torch.dtype | None = None) -> None:
-    """Raise CheckpointError unless ``found`` has this shape and type (default: any float), and is finite."""
-    _check_outline(place, name, found, shape, dtype)
-    check_numbers(place, name, found)
-
-
-def check_numbers(place: object, name: str, found: Tensor) -> None:
-    """Raise CheckpointError unless ``found`` is a finite float tensor. On the meta device only the type is checked."""
-    if not found.is_floating_point():
-        raise _wrong(place, name, _outline(found), "a tensor of floating point")
-    if found.numel() == 0 or found.is_meta:
-        return
-    low, high = (bound.item() for bound in torch.aminmax(found))  # one pass, without another tensor
-    if not (isfinite(low) and isfinite(high)):
-        raise _wrong(place, name, f"from {low} to {high}", "finite")
-    if low < 0 and name.rpartition(".")[2] in _SECOND_MOMENTS:
-        raise _wrong(place, name, f"from {low:g} on", "0 or more")
 
 
 class Updates(NamedTuple):
@@ -94,7 +52,7 @@ def check_state(place: object, name: str, state: State, shape: Shape, updates: U
     """
     if updates.moments and not any(names <= state.keys() for names in updates.moments):
         needed = " or ".join(", ".join(sorted(names)) for names in updates.moments)
-        raise _wrong(place, f"the state of {name}", ", ".join(sorted(state)) or "empty", needed)
+        raise wrong(place, f"the state of {name}", ", ".join(sorted(state)) or "empty", needed)
     known = {WEIGHT}.union(*updates.moments)
     shapes = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
     for key, value in state.items():
@@ -103,7 +61,7 @@ def check_state(place: object, name: str, state: State, shape: Shape, updates: U
                 place, f"{name}.{key}", value, shapes.get(key, shape), None if key == WEIGHT else torch.float32
             )
         elif not isinstance(value, Tensor | int | float | None):
-            raise _wrong(place, f"{name}.{key}", _outline(value), "a tensor or a number")
+            raise wrong(place, f"{name}.{key}", outline(value), "a tensor or a number")
     return _check_step(place, name, state, updates.most)
 
 
@@ -113,57 +71,16 @@ def _check_step(place: object, name: str, state: State, most: int) -> int | None
     step = state.get("step")
     step = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
     if not isinstance(step, int | float) or isinstance(step, bool) or not 0 <= step <= most or step % 1:
-        raise _wrong(place, f"{name}.step", str(step), f"a number of updates, at most {most}")
+        raise wrong(place, f"{name}.step", str(step), f"a number of updates, at most {most}")
     return int(step)
 
 
-def check_copies(states: SavedStates, part: slice = slice(None), *, optimizer: bool = True) -> set[int | None]:
-    """Check what no single rank's share shows, for ``part`` of the parameters and of the optimizer's files.
-
-    Replicated tensors (``SavedStates.copies``) must be equal on tensor-parallel ranks, all weights of floating point,
-    also where training reads master weights, and step counts equal. Returns the step counts, which the caller compares
-    with those of other parts. Raises CheckpointError.
-    """
-    with form_errors(states.saved.path):
-        for name, rank in product([*states.specs][part], range(states.layout.model_parallel_size)):
-            weight = states.weight(name, rank)
-            check_numbers(weight.pieces[0].file.path, name, weight.outline)
-        steps: set[int | None] = set()
-        for file, base in states.optimizers(part) if optimizer else ():
-            steps |= _check_numbering(file, base, states.saved.iteration)
-        check_steps(states.saved.path, steps)
-        for name, copies in states.copies(part, optimizer=optimizer):
-            files = [copy.pieces[0].file.path for copy in copies]
-            check_numbers(files[0], name, found := copies[0].read_all())
-            first = found.float()
-            for file, copy in zip(files[1:], copies[1:], strict=True):
-                check_numbers(file, name, found := copy.read_all())
-                other = found.float()
-                apart, largest = (float(one.abs().max()) for one in (first - other, torch.stack([first, other])))
-                if apart > largest * max(_ROUNDING, 2 * torch.finfo(copy.dtype).eps):
-                    difference = f"up to {apart:.3g} from what it is in {files[0].name}, of numbers up to {largest:.3g}"
-                    raise _wrong(file, name, difference, "equal: all tensor-parallel ranks have it")
-    return steps
-
-
-def _check_numbering(place: Path, base: Mapping[str, Any], most: int) -> set[int | None]:
+def check_numbering(place: Path, base: Mapping[str, Any], most: int) -> set[int | None]:
     """Check the numbers of the parameters in the groups of an optimizer, and their step counts, which it returns."""
     numbers = [number for group in base["param_groups"] for number in group["params"]]
     if numbers != list(range(len(numbers))):
-        raise _wrong(place, "the numbers of the parameters in the groups", str(numbers), f"0 to {len(numbers) - 1}")
+        raise wrong(place, "the numbers of the parameters in the groups", str(numbers), f"0 to {len(numbers) - 1}")
     return {_check_step(place, f"state[{number}]", numbered_state(base, number), most) for number in numbers}
-
-
-def check_share_of_copies(states: SavedStates) -> None:
-    """``check_copies``, distributed over all ranks: each compares every n-th part. Every rank must call it."""
-    part = slice(dist.get_rank(), None, dist.get_world_size())
-    gathered_on_rank_0(
-        lambda: check_copies(states, part), lambda found: check_steps(states.saved.path, set().union(*found))
-    )
-
-
-_ROUNDING = 1e-3
-"""Maximum difference of copies, relative to the tensor's largest number, since devices may round differently."""
 
 
 def check_loss_scale(place: object, state: Mapping[str, Any]) -> None:
@@ -171,7 +88,7 @@ def check_loss_scale(place: object, state: Mapping[str, Any]) -> None:
     source = vars(state["loss_scaler"]) if "loss_scaler" in state else state
     scale = source.get("cur_scale", 1)
     if not 0 < float(scale) < inf:
-        raise _wrong(place, "the loss scale", str(scale), "a number above 0")
+        raise wrong(place, "the loss scale", str(scale), "a number above 0")
 
 
 def check_steps(place: object, steps: set[int | None]) -> None:
@@ -233,14 +150,14 @@ def check_counts(place: Path, found: Mapping[str, Any], saved: SavedRun, *, prog
     }
     for key, count in expected.items():
         if found.get(key, count) != count:
-            raise _wrong(place, key, repr(found[key]), str(count))
+            raise wrong(place, key, repr(found[key]), str(count))
     if type(found["skipped_steps"]) is not int or not 0 <= applied <= saved.iteration:
         number = f"a number of iterations, at most {saved.iteration}"
-        raise _wrong(place, "skipped_steps", repr(found["skipped_steps"]), number)
+        raise wrong(place, "skipped_steps", repr(found["skipped_steps"]), number)
     if progress and (type(number := found["lr_scheduler"]["num_iters"]) is not int or number != applied):
-        raise _wrong(place, "lr_scheduler.num_iters", repr(number), str(applied))
+        raise wrong(place, "lr_scheduler.num_iters", repr(number), str(applied))
     if type(found["global_samples"]) is not int or not 0 <= found["global_samples"] <= MOST_SAMPLES:
-        raise _wrong(place, "global_samples", repr(found["global_samples"]), "a number of samples")
+        raise wrong(place, "global_samples", repr(found["global_samples"]), "a number of samples")
     return applied
 
 
@@ -251,7 +168,7 @@ def _check_optimizer(
     for key in expected.keys() & _SCALING:
         # At ZeRO 1 and 2 a checkpoint of an earlier version may lack it.
         if (key in found or "fp32_flat_groups" in expected) and type(found[key]) is not type(expected[key]):
-            raise _wrong(place, key, type(found[key]).__name__, type(expected[key]).__name__)
+            raise wrong(place, key, type(found[key]).__name__, type(expected[key]).__name__)
     check_loss_scale(place, found)
     for key in expected.keys() & _MASTERS:
         for number, (own, weights) in enumerate(zip(found[key], expected[key], strict=True)):
@@ -261,7 +178,7 @@ def _check_optimizer(
     )
     numbers, ours = ([list(group["params"]) for group in one["param_groups"]] for one in (base, current))
     if numbers not in (ours, [sum(ours, [])]):  # earlier versions saved Adagrad's groups as one
-        raise _wrong(place, "the numbers of the parameters in the groups", str(numbers), str(ours))
+        raise wrong(place, "the numbers of the parameters in the groups", str(numbers), str(ours))
     return {
         check_state(place, f"state[{number}]", numbered_state(base, number), tensors[number].shape, updates)
         for group in numbers
@@ -272,26 +189,9 @@ def _check_optimizer(
 def _check_weights(place: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Check names and tensors. Buffers, such as masks, may have infinite values."""
     for name in sorted(expected.keys() ^ found.keys()):
-        raise _wrong(place, name, *(("missing", "there") if name in expected else ("there", "missing")))
+        raise wrong(place, name, *(("missing", "there") if name in expected else ("there", "missing")))
     for name, tensor in expected.items():
         if isinstance(tensor, nn.Parameter):
             check_tensor(place, name, found[name], tensor.shape, tensor.dtype)
         elif isinstance(tensor, Tensor):
-            _check_outline(place, name, found[name], tensor.shape, tensor.dtype)
-
-
-def _check_outline(place: object, name: str, found: Any, shape: Shape, dtype: torch.dtype | None) -> None:
-    if not isinstance(found, Tensor) or tuple(found.shape) != tuple(shape) or dtype not in (None, found.dtype):
-        expected = torch.empty(tuple(shape), dtype=dtype or torch.float32, device="meta")
-        raise _wrong(place, name, _outline(found), _outline(expected))
-
-
-def _outline(value: Any) -> str:
-    """Type and shape of a dense tensor, such as ``float32 [4, 2]``, or the type of another value."""
-    if not isinstance(value, Tensor):
-        return f"of type {type(value).__name__}"
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-
-
-def _wrong(place: object, name: str, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(f"{place}: {name} is {found}, and should be {expected}")
+            check_outline(place, name, found[name], tensor.shape, tensor.dtype)

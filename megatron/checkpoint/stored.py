@@ -145,12 +145,10 @@ class Shard:
         parts: returns the stored shard of a tensor-parallel rank of the saved layout.
         count: tensor-parallel size of the saved layout.
         spec: the parameter.
+        stored: shape of each part.
         shape: shape of the shard; it may have more rows of the vocabulary, which are padding and read as zeros.
         rank: tensor-parallel rank of the shard.
         first_expert: first expert of the rank.
-        stored_rows: rows of the stored vocabulary, of all ranks and with padding.
-
-    Raises ValueError if the parts that it is read from have other shapes.
     """
 
     def __init__(
@@ -158,24 +156,18 @@ class Shard:
         parts: Callable[[int], Stored],
         count: int,
         spec: ParameterSpec,
+        stored: Sequence[int],
         shape: Sequence[int],
         rank: int = 0,
         first_expert: int = 0,
-        stored_rows: int | None = None,
     ) -> None:
         self.shape, self._parts = tuple(shape), parts
         # View the tensor as a matrix whose columns are sharded; it has a single row if the first dimension is sharded.
         dim, is_divided = spec.shard_dim or 0, spec.shard_dim is not None
-        self._count, inner, stored = count if is_divided else 1, prod(spec.shape[dim + 1 :]), list(spec.shape)
-        if spec.is_vocabulary:
-            stored[0] = stored_rows or max(parts(0).shape[0] * self._count, stored[0])
-        stored[dim] //= self._count
+        self._count, inner = count if is_divided else 1, prod(spec.shape[dim + 1 :])
         self._width, self._part_width, self._end = (sizes[dim] * inner for sizes in (shape, stored, spec.shape))
         self._column = rank * self._width if is_divided else first_expert * inner
         self._row = first_expert * prod(spec.shape[1:dim]) if dim else 0
-        for number in self._needed(self._column, self._column + self._width):
-            if (found := list(parts(number).shape)) != stored:
-                raise ValueError(f"{spec.name} of rank {number} has the shape {found}, and should have {stored}")
 
     def _needed(self, first: int, last: int) -> range:
         """The saved ranks with columns ``first`` to ``last``."""

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import schema
+from megatron.checkpoint import across_ranks
 from megatron.checkpoint.manifest import MANIFEST, write_manifest
-from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State, is_flat, numbered_state
+from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State, is_flat
+from megatron.checkpoint.saved_files import numbered_state
 from megatron.checkpoint.saved_layout import SavedLayout, model_file, optimizer_file
 from megatron.checkpoint.tensor_files import read_file
 from megatron.common.errors import LaunchError
@@ -93,7 +94,11 @@ def _trace(job: Job, rank: int) -> Trace:
         one_rank(job.world_size, rank),
         memoryless(nothing_counts=job.nothing_counts, on_operation=recorder.buffers.on_operation),
         recording(recorder),
-        patched((SavedStates, "shard", state_without_files), (schema, "check_copies", lambda *_, **__: set())),
+        patched(
+            (SavedStates, "shard", state_without_files),
+            (across_ranks, "check_states", lambda *_: set()),
+            (across_ranks, "check_copies", lambda *_: None),
+        ),
     ):
         if job.prepare is not None:
             job.prepare(rank)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.schema import check_numbers, form_errors
+from megatron.checkpoint.checks import check_numbers, form_errors
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
 from megatron.model.architectures import GPT2

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.checks import check_numbers
 from megatron.checkpoint.files import check_disk_space
 from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, contents, files_with, no_floats
-from megatron.checkpoint.schema import check_numbers
 from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of, read_file
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import set_default_mmap_options, skip_data
 
+from megatron.checkpoint.across_ranks import check_copies, check_shards, check_states
+from megatron.checkpoint.checks import form_errors
 from megatron.checkpoint.commit import publish, write_description
 from megatron.checkpoint.huggingface import our_weights, their_weights
 from megatron.checkpoint.load import CHECKPOINT_VERSION
 from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.run_file import SavedRun, describe
 from megatron.checkpoint.saved_layout import model_file
-from megatron.checkpoint.schema import check_copies, form_errors
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_file
 from megatron.common.errors import CheckpointError, shown
 from megatron.common.tokenizer_files import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
@@ -98,7 +99,7 @@ def run_metadata(model: FullModel) -> dict[str, str]:
 def check_optimizer(checkpoint: FoundCheckpoint) -> None:
     """Raises CheckpointError if replicated state differs between tensor-parallel ranks. The files must be verified."""
     if checkpoint.saved and checkpoint.kind != "universal":
-        check_copies(SavedStates(checkpoint.saved, verified=True))
+        check_states(SavedStates(checkpoint.saved, verified=True))
 
 
 def lazy_weights(saved: SavedRun) -> LazyTensors:
@@ -107,6 +108,7 @@ def lazy_weights(saved: SavedRun) -> LazyTensors:
     Raises CheckpointError if a file or a weight is missing or has another shape.
     """
     states, config = SavedStates(saved), saved.full_model_config()
+    check_shards(states, optimizer=False)
     check_copies(states, optimizer=False)
     with form_errors(saved.path):
         weights = {name: states.full_weight(name) for name in states.specs}

@@ -252,8 +252,8 @@ def _parameter_states(saved: SavedRun) -> dict[str, list[dict[str, Tensor]]]:
     states: dict[str, list[dict[str, Tensor]]] = {name: [] for name in specs}
     saved_states = SavedStates(saved)
     ranks = range(saved.layout.model_parallel_size)
-    for stage in saved_states.stages():
-        for name in {name for group in saved_states.groups(stage) for name in group}:
+    for stage in saved_states.files.stages():
+        for name in {name for group in saved_states.files.groups(stage) for name in group}:
             parts = [in_memory(saved_states.trained(name, stage, rank)) for rank in ranks]
             states[name] += _full_copies(specs[name], parts)
     if missing := [name for name, copies in states.items() if not copies]:
