@@ -126,7 +126,7 @@ BAD_LINES = [
     (b"[" * 100000, "JSON that cannot be read"),
     (b'["a"]', "a JSON list, where an object is needed"),
     (b'{"txt": "a"}', 'no key "text" (choose keys with --json-keys)'),
-    (b'{"text": "a", "text": "b"}', 'the key "text" occurs twice in an object'),
+    (b'{"text": "a", "text": "b"}', 'JSON that cannot be read: the key "text" occurs twice in an object'),
     (b'{"text": 3}', '"text" is a number, where a string is needed'),
     (b'{"text": null}', '"text" is a null, where a string is needed'),
     (b'{"text": "a\xff"}', "byte 12 of the line is not UTF-8"),
