@@ -202,6 +202,10 @@ def _from_megatron(args: argparse.Namespace) -> None:
     files lack must be given as flags. Nothing but the weights is taken over.
     """
     check_output(args)
+    counts = ("vocab_size", "num_attention_heads", "max_position_embeddings")
+    check_values(
+        args, {**dict.fromkeys(counts, "[1, inf)"), "layernorm_epsilon": "(0, inf)", "rotary_base": "(0, inf)"}
+    )
 
     from megatron.tokenizer.base import EOD
     from megatron.tools.convert.vocabulary import read_bpe

@@ -1,9 +1,11 @@
 """Checks what the files of several ranks of a checkpoint have in common. ``schema`` checks those of a single rank."""
 
 from itertools import product
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.checkpoint.checks import check_numbers, form_errors, wrong
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ranks
@@ -53,15 +55,19 @@ def check_copies(states: SavedStates, part: slice = _ALL, *, optimizer: bool = T
     with form_errors(states.saved.path):
         for name, copies in states.copies(part, optimizer=optimizer):
             files = [copy.pieces[0].file.path for copy in copies]
-            check_numbers(files[0], name, found := copies[0].read_all())
-            first = found.float()
+            check_numbers(files[0], name, first := copies[0].read_all())
             for file, copy in zip(files[1:], copies[1:], strict=True):
-                check_numbers(file, name, found := copy.read_all())
-                other = found.float()
-                apart, largest = (float(one.abs().max()) for one in (first - other, torch.stack([first, other])))
-                if apart > largest * max(_ROUNDING, 2 * torch.finfo(copy.dtype).eps):
-                    difference = f"up to {apart:.3g} from what it is in {files[0].name}, of numbers up to {largest:.3g}"
-                    raise wrong(file, name, difference, "equal: all tensor-parallel ranks have it")
+                check_equal(file, name, copy.read_all(), first, files[0].name)
+
+
+def check_equal(place: Path, name: str, copy: Tensor, first: Tensor, where: str) -> None:
+    """Raise CheckpointError unless ``copy`` is finite and, but for rounding, equal to ``first``, that in ``where``."""
+    check_numbers(place, name, copy)
+    one, other = first.float(), copy.float()
+    apart, largest = (float(each.abs().max()) for each in (one - other, torch.stack([one, other])))
+    if apart > largest * max(_ROUNDING, 2 * torch.finfo(copy.dtype).eps):
+        difference = f"up to {apart:.3g} from what it is in {where}, of numbers up to {largest:.3g}"
+        raise wrong(place, name, difference, "equal: all tensor-parallel ranks have it")
 
 
 def check_share_of_states(states: SavedStates) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.across_ranks import check_equal
 from megatron.checkpoint.checks import check_numbers, form_errors
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
+from megatron.config.fields import field_problems
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ParameterSpec
 from megatron.tools.convert.full_model import FullModel, in_layer_order
@@ -56,6 +58,7 @@ def config_of(shards: Shards, given: GivenModel) -> ModelConfig:
     other or have a model of another kind.
     """
     args, first = _arguments(shards), shards.states[0]
+    _check_given(shards, args, given)
     columns = tensor_of(shards, "layers.0.attention.dense.weight").size(1) * len(shards.states)
     heads, vocab_size = _heads_and_vocabulary(shards, args, given, columns)
     has_bias = "layers.0.attention.dense.bias" in first
@@ -87,6 +90,26 @@ def _arguments(shards: Shards) -> dict[str, Any]:
     return {name: value for name, value in saved.items() if isinstance(value, int | float)}
 
 
+def _check_given(shards: Shards, args: Mapping[str, Any], given: GivenModel) -> None:
+    """Raise ConfigError if a given property is another than that in the files."""
+    eps = args.get("norm_epsilon", args.get("layernorm_epsilon"))
+    pairs = {
+        "num-attention-heads": (given.heads, args.get("num_attention_heads")),
+        "layernorm-epsilon": (given.layernorm_epsilon, eps),
+        "rotary-base": (given.rotary_base, args.get("rotary_base")),
+    }
+    problems = [
+        f"--{flag} {value:g}: {shards.folder} has {saved:g}; leave the flag out"
+        for flag, (value, saved) in pairs.items()
+        if value is not None and saved is not None and value != saved
+    ]
+    if given.position_embedding_type and "position_embeddings.weight" in shards.states[0]:
+        kind = given.position_embedding_type
+        problems.append(f"--position-embedding-type {kind}: {shards.folder} has a table of positions; leave it out")
+    if problems:
+        raise ConfigError(problems)
+
+
 def _sizes_of_layers(shards: Shards, args: Mapping[str, Any], heads: int, columns: int) -> dict[str, Any]:
     """Fields of the configuration that follow from shapes. Raises CheckpointError if a saved argument differs."""
     size = len(shards.states)
@@ -99,12 +122,13 @@ def _sizes_of_layers(shards: Shards, args: Mapping[str, Any], heads: int, column
         "swiglu": len(tensor_of(shards, "layers.0.mlp.dense_h_to_4h.weight")) == 2 * f,
         "num_query_groups": groups,
     }
-    compared = sizes.keys() - (set() if args.get("group_query_attention") else {"num_query_groups"})
-    for name in (name for name in sizes if name in compared & args.keys()):
-        if args[name] != sizes[name]:
-            flag = f"--{name.replace('_', '-')}"
-            raise CheckpointError(f"{shards.folder} holds weights of {flag} {sizes[name]}, not of {flag} {args[name]}")
     hidden = tensor_of(shards, "word_embeddings.weight").size(1)
+    found = {**sizes, "hidden_size": hidden, "kv_channels": columns // heads}
+    compared = found.keys() - (set() if args.get("group_query_attention") else {"num_query_groups"})
+    for name in (name for name in found if name in compared & args.keys()):
+        if args[name] != found[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise CheckpointError(f"{shards.folder} holds weights of {flag} {found[name]}, not of {flag} {args[name]}")
     kv_channels = 0 if columns == hidden else columns // heads
     return sizes | {
         "hidden_size": hidden,
@@ -178,6 +202,8 @@ def full_model(shards: Shards, given: GivenModel) -> FullModel:
     """
     with form_errors(shards.folder):
         config = config_of(shards, given)
+        if problems := field_problems(ModelConfig, vars(config)):
+            raise CheckpointError(f"{shards.folder}: {problem}" for problem in problems)
         if not config.max_position_embeddings:
             raise CheckpointError(f"{shards.folder}: position_embeddings.weight has no rows")
         names, specs = _our_names(config), GPT2.named_parameters(config)
@@ -222,6 +248,11 @@ def _merge(shards: Shards, name: str, spec: ParameterSpec | None, config: ModelC
         _reorder_rows(name, tensor_of(shards, name, rank=rank), config, version, len(shards.states))
         for rank in range(len(shards.states))
     ]
+    if spec is not None and dim is None:
+        if misshaped := [part for part in parts if part.shape != spec.shape]:
+            return misshaped[0].float()
+        for rank, other in enumerate(parts[1:], 1):
+            check_equal(shards.folder, f"{name} of tensor-parallel rank {rank}", other, parts[0], "rank 0")
     weight = (parts[0] if dim is None else torch.cat(parts, dim)).float()
     check_numbers(shards.folder, name, weight)
     return weight

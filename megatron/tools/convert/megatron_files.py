@@ -23,6 +23,7 @@ from megatron.checkpoint.safetensors_files import no_floats
 from megatron.checkpoint.tensor_files import load_plain
 from megatron.common.errors import CheckpointError, first_line, shown
 from megatron.common.reading import check_archive
+from megatron.tools.convert.one_run import check_one_run, check_sizes
 from megatron.tools.convert.torch_dist import METADATA, read_torch_dist
 
 _STUBBED = ("megatron.", "deepspeed.", "apex.", "numpy.", "builtins.getattr")
@@ -124,15 +125,17 @@ def read_shards(path: Path) -> Shards:
     if (folder / METADATA).is_file():
         return _read_torch_dist(folder)
     layers, modules = _files_of_ranks(folder, _LAYER_FILES), _files_of_ranks(folder, _MODULE_FILES)
-    files = [_read(file) for numbered in modules[: 1 if layers else None] for file in numbered.values()]
     if layers:
+        file = next((_read(file) for numbered in modules for file in numbered.values()), {})
+        check_sizes(folder, file, len(layers))
         states = [_read_layer_files(folder, rank, numbered) for rank, numbered in enumerate(layers)]
-    elif files:  # DeepSpeed without a pipeline
-        states = [_concatenate_stages(folder, [file], "module") for file in files]
-    else:
-        ranks = [[_read(file) for file in stages] for stages in _rank_files(folder)]
-        states, files, version = [_concatenate_stages(folder, stages, "model") for stages in ranks], ranks[0], 0.0
-    return _with_args(folder, states, files[0] if files else {}, version)
+        return _with_args(folder, states, file, version)
+    key, version = ("module", 3.0) if modules else ("model", 0.0)  # DeepSpeed without a pipeline, or Megatron-LM
+    paths = [list(numbered.values()) for numbered in modules] or _rank_files(folder)
+    ranks = [[(file, _read(file)) for file in stages] for stages in paths]
+    check_one_run(folder, ranks)
+    states = [_concatenate_stages(folder, [content for _, content in stages], key) for stages in ranks]
+    return _with_args(folder, states, ranks[0][0][1], version)
 
 
 def _with_args(folder: Path, states: list[State], file: Mapping[str, Any], version: float) -> Shards:

@@ -311,6 +311,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         changed(2, lambda state: state.update({"mlp.dense_4h_to_h.bias": torch.rand(3)})),
         "2.mlp.dense_4h_to_h.bias is [3], and the model's [16]",
     ),
+    "a norm of another checkpoint": (
+        changed(2, lambda state: state["input_layernorm.weight"].add_(1)),
+        "layers.0.input_layernorm.weight of tensor-parallel rank 1 is up to 1 from what it is in rank 0",
+    ),
     "a head of its own": (
         changed(LAYERS + 3, lambda state: state["word_embeddings.weight"].add_(1)),
         "the output projection is not the embedding table",
@@ -333,6 +337,45 @@ def test_a_rank_is_missing(tmp_path: Path) -> None:
         read_shards(tmp_path)
 
 
+def of_ranks(*ranks: int) -> list[dict]:
+    return [{"args": Namespace(**vars(ARGS), rank=rank)} for rank in ranks]
+
+
+def of_sizes(**sizes: int) -> list[dict]:
+    return [{"args": Namespace(**vars(ARGS), **sizes)}] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (of_ranks(0, 1, 4, 5), None),
+        (of_ranks(0, 0, 0, 0), None),
+        (of_sizes(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), None),
+        (
+            of_ranks(1, 0, 4, 5),
+            "mp_rank_01_000/.* is of rank 0, and .*mp_rank_00_000/.* of rank 1: files were exchanged",
+        ),
+        (
+            of_ranks(0, 1, 0, 5),
+            "mp_rank_00_001/.* is of rank 0, and .*mp_rank_01_000/.* of rank 1: files were exchanged",
+        ),
+        ([{}, {}, {"iteration": 8}, {}], "mp_rank_00_001/.* is of iteration 8, and .*mp_rank_01_000/.* of 7: copy all"),
+        (of_sizes(tensor_model_parallel_size=4), "saved with --tensor-model-parallel-size 4, and holds files of 2"),
+        (of_sizes(pipeline_model_parallel_size=3), "saved with --pipeline-model-parallel-size 3, and holds files of 2"),
+    ],
+)
+def test_files_are_of_one_run(tmp_path: Path, changes: list[dict], message: str | None):
+    write_megatron_lm(tmp_path, 3.0, size=2, stages=2, **NEW)
+    files = [tmp_path / f"iter_0000007/mp_rank_{r:02d}_{s:03d}/model_optim_rng.pt" for s in range(2) for r in range(2)]
+    for file, change in zip(files, changes, strict=True):
+        torch.save(torch.load(file, weights_only=False) | change, file)
+    if message is None:
+        assert len(full_model(read_shards(tmp_path), SAID).weights) == len(WEIGHTS)
+        return
+    with pytest.raises(CheckpointError, match=message):
+        read_shards(tmp_path)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_errors_of_a_checkpoint_are_reported(tmp_path: Path, fault: str):
     write_megatron_deepspeed(tmp_path, size=2)
@@ -348,9 +391,12 @@ def test_errors_of_a_checkpoint_are_reported(tmp_path: Path, fault: str):
     [
         (math.nan, {}, "checkpoint version nan"),
         (3.0, {"ffn_hidden_size": 12}, "--ffn-hidden-size 12"),
+        (3.0, {"hidden_size": 64}, "holds weights of --hidden-size 16, not of --hidden-size 64"),
+        (3.0, {"kv_channels": 8}, "holds weights of --kv-channels 4, not of --kv-channels 8"),
+        (3.0, {"hidden_dropout": math.nan}, "hidden_dropout is nan"),
     ],
 )
-def test_what_is_saved_fits_the_weights(tmp_path: Path, version: float, args: dict[str, int], message: str):
+def test_what_is_saved_fits_the_weights(tmp_path: Path, version: float, args: dict[str, float], message: str):
     write_megatron_lm(tmp_path, 3.0, size=1, stages=1, **NEW)
     shards = replace(read_shards(tmp_path), version=version)
     vars(shards.args).update(args)
@@ -371,6 +417,23 @@ def test_missing_values_are_requested(tmp_path: Path, given: GivenModel, message
     with pytest.raises(ConfigError) as caught:
         full_model(read_shards(tmp_path), given)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (replace(SAID, heads=2), "--num-attention-heads 2: .*iter_0000007 has 4; leave the flag out"),
+        (replace(SAID, rotary_base=500.0), "--rotary-base 500: .*iter_0000007 has 10000; leave the flag out"),
+        (replace(SAID, layernorm_epsilon=1e-6), "--layernorm-epsilon 1e-06: .*iter_0000007 has 1e-05"),
+        (replace(SAID, position_embedding_type="rope"), "--position-embedding-type rope: .* has a table of positions"),
+    ],
+)
+def test_flags_do_not_contradict_the_files(tmp_path: Path, given: GivenModel, message: str):
+    write_megatron_lm(tmp_path, 3.0, size=1, stages=1, **NEW)
+    shards = read_shards(tmp_path)
+    vars(shards.args).update(rotary_base=10000, norm_epsilon=1e-5)
+    with pytest.raises(ConfigError, match=message):
+        full_model(shards, given)
 
 
 def test_a_pickle_runs_no_code(tmp_path: Path):
