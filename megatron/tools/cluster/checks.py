@@ -75,7 +75,10 @@ def check_interface(host: HostContext) -> Iterator[CheckResult]:
     """The network interface set for gloo or NCCL exists; if none is set, gloo finds one that other hosts can reach."""
     network, on_cpu = host.fact("network"), host.examination.device == "cpu"
     variable = "GLOO_SOCKET_IFNAME" if on_cpu else "NCCL_SOCKET_IFNAME"
-    setting = host.request["environ"].get(variable)
+    sent, place = host.request["environ"], " in .deepspeed_env"
+    if len(host.all_reports) == 1:  # its ranks inherit the variables of their launcher
+        sent, place = {**sent, **host.examination.environ}, ""
+    setting = sent.get(variable)
     fine, problem = f"{variable}={setting}" if setting else "found automatically", None
     if setting:
         if missing := _missing_interfaces(setting, network["interfaces"], exactly=variable.startswith("GLOO")):
@@ -83,7 +86,7 @@ def check_interface(host: HostContext) -> Iterator[CheckResult]:
     elif on_cpu and len(host.all_reports) > 1 and _only_here(network["own_addresses"]):
         own = ", ".join(network["own_addresses"]) or "no address"
         problem = f"its own name, {network['hostname']}, resolves to {own}, where no other host reaches it"
-    yield _verdict(problem, f"{host.fix('ip', '-br', 'address')}  # then set {variable} in .deepspeed_env", fine)
+    yield _verdict(problem, f"{host.fix('ip', '-br', 'address')}  # then set {variable}{place}", fine)
 
 
 def _missing_interfaces(setting: str, interfaces: Sequence[str], *, exactly: bool) -> list[str]:

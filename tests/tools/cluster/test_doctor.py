@@ -243,12 +243,12 @@ def test_failed_all_reduce_is_reported(local_hosts: LocalHosts, folder: Path) ->
     assert code == 6 and "BAD  all-reduce   host-a: " in printed, printed
 
 
-def without_sshd(folder: Path, *words: str) -> tuple[int, str]:
+def without_sshd(folder: Path, *words: str, **environ: str) -> tuple[int, str]:
     """Exit code and output of the doctor on a machine whose ssh is answered by no host."""
     (folder / "ssh").write_text("#!/bin/sh\necho 'ssh: connect to host: Connection refused' >&2; exit 255\n")
     (folder / "ssh").chmod(0o755)
     tool = [sys.executable, str(ROOT / "tools" / "doctor.py"), *words]
-    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), "DS_ACCELERATOR": "cpu"}
+    environ |= {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), "DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(tool, cwd=folder, env=environ, capture_output=True, text=True, timeout=TIME_LIMIT)
     assert ended.stderr == ""
     return ended.returncode, ended.stdout
@@ -275,6 +275,13 @@ def test_this_host_is_checked_without_ssh(folder: Path) -> None:
     assert {"data", "port", "folders", "all-reduce"} <= {line.split()[1] for line in printed.splitlines()[1:-1]}
     code, printed = without_sshd(folder, "--quick", "--num_gpus", "2")
     assert code == 0 and "not used: there is no hostfile" in printed and printed.endswith("1 host, 2 ranks: ready\n")
+
+
+def test_the_ranks_of_a_single_host_inherit_the_interface(folder: Path) -> None:
+    (folder / ".deepspeed_env").unlink()
+    code, printed = without_sshd(folder, "--quick", "--master_port", str(free_port()), GLOO_SOCKET_IFNAME="nope0")
+    assert code == 6 and "BAD  interface    GLOO_SOCKET_IFNAME=nope0: no nope0, only " in printed, printed
+    assert "address  # then set GLOO_SOCKET_IFNAME\n" in printed
 
 
 def test_the_probe_needs_nothing_but_python(folder: Path) -> None:
