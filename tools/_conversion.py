@@ -127,7 +127,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
     try:
         lock.take()
     except OSError as error:
-        raise ResourceError(f"{folder} cannot be written ({error.strerror})") from error
+        raise ResourceError(f"{folder} cannot be written ({error.strerror}); name another place") from error
     try:
         yield
     finally:

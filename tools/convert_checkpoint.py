@@ -73,7 +73,7 @@ def _merge(args: argparse.Namespace) -> None:
     """
     is_file = args.output.suffix == ".safetensors"
     if is_file and args.max_shard_size:
-        raise ConfigError(f"--max-shard-size is for a folder, and --output {args.output} is one file")
+        raise ConfigError(f"--max-shard-size is for a folder, and --output {args.output} is one file: leave it out")
     size = shard_size(args)
     found = find_source(args, "tag", "folder", "universal")
 

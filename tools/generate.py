@@ -177,7 +177,9 @@ def _check(args: argparse.Namespace) -> None:
         ]
     if args.num_beams > 1:
         if args.num_samples > args.num_beams:
-            problems.append(f"--num-samples {args.num_samples} is more than --num-beams {args.num_beams} find")
+            problems.append(
+                f"--num-samples {args.num_samples} is more than --num-beams {args.num_beams} find: raise it"
+            )
     if args.chat and args.genfile:
         problems.append("--genfile is without a prompt, and --chat answers prompts: leave one of them out")
     if args.chat_template and not args.chat:

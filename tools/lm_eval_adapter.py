@@ -96,7 +96,10 @@ def _tasks(names: list[str], include_path: Path | None) -> "TaskManager":
         return manager
     manager = TaskManager(include_path=include_path)  # reads thousands of files
     if unknown := _unknown(names, manager):
-        raise ConfigError(f"--tasks {unknown[0]}: no task of lm-eval, of --include-path, nor a YAML file of one")
+        raise ConfigError(
+            f"--tasks {unknown[0]}: no task of lm-eval, of --include-path, nor a YAML file of one; lm-eval ls tasks "
+            "lists them"
+        )
     return manager
 
 

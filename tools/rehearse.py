@@ -89,7 +89,7 @@ def _measured_links(file: Path) -> dict[str, float]:
             raise ValueError
         return {name: measured / LINKS}
     except OSError as error:
-        raise ConfigError(f"--doctor {file}: {error.strerror}") from None
+        raise ConfigError(f"--doctor {file}: {error.strerror}; name a file that doctor.py --json wrote") from None
     except (ValueError, KeyError, TypeError):
         raise ConfigError(
             f"--doctor {file} has no measured all-reduce: write it with tools/doctor.py --json, without --quick"

@@ -30,7 +30,9 @@ def main() -> None:
     corpus = Corpus(args.input, args.input_format, args.json_keys)
     vocabulary = train(args.tokenizer_type, corpus, args.vocab_size, args.min_frequency)
     if not corpus.documents:
-        raise DataError(f"{', '.join(map(str, args.input))}: no text to train on")
+        raise DataError(
+            f"{', '.join(map(str, args.input))}: no text to train on; name files with text, and its --json-keys"
+        )
     with ExitStack() as stack:
         for name, text in vocabulary.files().items():
             stack.enter_context(atomic_file(args.output_dir / name, "--output-dir")).write(text)

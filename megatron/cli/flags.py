@@ -23,7 +23,7 @@ from megatron.config import flag_fields
 from megatron.config.fields import flag_name, flag_of
 from megatron.config.model import ModelConfig
 from megatron.config.positions import ROTARY
-from megatron.model.architectures import GPT2
+from megatron.model.architectures import GPT2, architecture_of
 from megatron.model.huggingface import model_arguments, model_title, read_config, shape_of
 from megatron.model.spec import ArchitectureSpec
 
@@ -149,7 +149,8 @@ def _defaults(architecture: ArchitectureSpec) -> list[Given]:
 def _read_preset(name: str, parser: argparse.ArgumentParser, architecture: ArchitectureSpec) -> Layer:
     place = f"--model-preset {name}"
     if PRESETS[name].program != architecture.program:
-        return Layer(problems=[f"{place} is a model of {PRESETS[name].program}, and this is {architecture.program}"])
+        program = PRESETS[name].program
+        return Layer(problems=[f"{place} is a model of {program}, and this is {architecture.program}: start {program}"])
     return read_layer(group(preset_arguments(name), place), parser, architecture)
 
 
@@ -168,7 +169,10 @@ def _read_huggingface(
         raise ConfigError(f"{place}: no such folder; models are not downloaded: give a local folder")
     config = read_config(Path(folder))
     if architecture.provider is None and config.architecture != architecture.name:
-        raise ConfigError(f"{place} is a {model_title(config)} model, and this is {architecture.program}")
+        raise ConfigError(
+            f"{place} is a {model_title(config)} model, and this is {architecture.program}: start "
+            f"{architecture_of(config).program}"
+        )
     layer = read_layer(group(model_arguments(config), place), parser, architecture)
     for name, value in shape_of(config).items():
         layer.problems += [

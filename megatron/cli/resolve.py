@@ -222,7 +222,10 @@ def _train(run: RunConfig, provided: Mapping[str, Provided]) -> TrainConfig:
         iterations = train.batches.iterations(train.train_samples)
         if iterations < 1:
             size = train.batches.size(1)
-            raise ConfigError(f"--train-samples {train.train_samples} is less than one global batch of {size}")
+            raise ConfigError(
+                f"--train-samples {train.train_samples} is less than one global batch of {size}: raise it, or lower "
+                "--global-batch-size"
+            )
         train = replace(train, train_iters=iterations)
     if "eval_iters" in provided:
         return train

@@ -54,7 +54,7 @@ def read_settings_file(path: str) -> list[Given]:
             problem = f"{name!r} is not the name of a flag: write it without --, then a colon and a space"
             _refuse(path, key.start_mark, problem)
         if (known := name.replace("_", "-")) in marks:
-            _refuse(path, key.start_mark, f"{name} was already given in line {marks[known].line + 1}")
+            _refuse(path, key.start_mark, f"{name} was already given in line {marks[known].line + 1}: remove one")
         marks[known] = key.start_mark
         settings.append(Given(f"--{name}", _value(path, name, node), f"{path}, line {node.start_mark.line + 1}"))
     return settings

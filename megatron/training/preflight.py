@@ -119,7 +119,7 @@ def _with_vocabulary(run: RunConfig, *, is_sound: bool) -> RunConfig:
     if run.model.image_token_id >= vocabulary.vocab_size:
         raise ConfigError(
             f"--image-token-id {run.model.image_token_id} is not in the vocabulary, which ends at "
-            f"{vocabulary.vocab_size - 1}"
+            f"{vocabulary.vocab_size - 1}: give that of the data set, or a larger --vocab-size"
         )
     multiple, ranks = run.model.make_vocab_size_divisible_by, run.parallel.model_parallel_size
     model = replace(

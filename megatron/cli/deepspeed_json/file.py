@@ -48,7 +48,9 @@ def read_config_file(path: str) -> tuple[dict[str, Any], list[str]]:
     check = _Check(path, lines)
     for key, line in _keys_with_lines(text):
         if key in lines:
-            check.problems.append(f"{path}, line {line}: {'.'.join(key)} was already given in line {lines[key]}")
+            check.problems.append(
+                f"{path}, line {line}: {'.'.join(key)} was already given in line {lines[key]}: remove one"
+            )
         lines.setdefault(key, line)
     tree = check.section(tree, TOP_KEYS, ())
     check.optimizer(tree)

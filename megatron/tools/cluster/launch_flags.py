@@ -144,7 +144,9 @@ def chosen_hosts(launch: Namespace) -> list[Host]:
         return []
     hosts = select(read_hostfile(hostfile), launch.include, launch.exclude)
     if (launch.num_nodes or 0) > len(hosts):
-        raise ConfigError(f"--num_nodes {launch.num_nodes}: {hostfile} has {counted(len(hosts), 'host')}")
+        raise ConfigError(
+            f"--num_nodes {launch.num_nodes}: {hostfile} has {counted(len(hosts), 'host')}; add hosts, or lower it"
+        )
     hosts = hosts[: launch.num_nodes]
     slots = launch.num_gpus and tuple(range(launch.num_gpus))
     return [host._replace(slots=slots or host.slots) for host in hosts]

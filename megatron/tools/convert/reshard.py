@@ -42,7 +42,9 @@ def resharded_run(saved: SavedRun, flags: Sequence[str], replica: int, copies: i
     settings = {name: value for name, value in saved.config["settings"].items() if name not in {*new, *_BATCH_FLAGS}}
     size, micro = (saved.config["train"][name] for name in ("global_batch_size", "micro_batch_size"))
     if size % copies:
-        raise ConfigError(f"--data-parallel-size {copies} does not divide the global batch of {size} samples")
+        raise ConfigError(
+            f"--data-parallel-size {copies} does not divide the global batch of {size} samples: give a divisor"
+        )
     flags = [*flags, "--batch-size", str(math.gcd(micro, size // copies)), "--save", str(output)]
     flags += ["--load", str(saved.folder), *([] if saved.has_optimizer else ["--no-load-optim", "--no-save-optim"])]
     flags += [] if saved.has_rng else ["--no-load-rng"]

@@ -45,7 +45,8 @@ def read_questions(path: Path, chat: ChatPrompts, images: ImageReader, limits: S
     try:
         lines = numbered(str(path), read_bytes(path).decode("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--valid-data {path}: cannot be read ({getattr(error, 'strerror', 'not UTF-8')})") from None
+        reason = getattr(error, "strerror", "not UTF-8")
+        raise DataError(f"--valid-data {path}: cannot be read ({reason}); name a JSONL file of questions") from None
     questions = []
     for where, line in lines:
         try:

@@ -266,7 +266,9 @@ class FineTuning(Program):
             self._pretrained = select_checkpoint(self._task.pretraining(run))
         if self.only_evaluates(run):
             if saved is None:
-                raise CheckpointError(f"--load {run.checkpoint.load} holds no checkpoint to evaluate")
+                raise CheckpointError(
+                    f"--load {run.checkpoint.load} holds no checkpoint to evaluate: train first, or name another folder"
+                )
             self._evaluated = saved.iteration
 
     def only_evaluates(self, run: RunConfig) -> bool:
