@@ -100,7 +100,8 @@ def test_thousands_of_messages_are_a_hundred() -> None:
 
 
 CONFIGS = {
-    '{"zero_optimization": {"stage": 1, "stage": 0}}': ", line 1: zero_optimization.stage was already given in line 1",
+    '{"zero_optimization": {"stage": 1, "stage": 0}}': ", line 1: zero_optimization.stage was already given in line 1: "
+    "remove one",
     '{"train_batch_size": ' + "9" * 5000 + "}": ": a number of 5,000 digits: write at most 18",
     '{"zero_optimization": {"reduce_bucket_size": 1e30}}': ", line 1: zero_optimization.reduce_bucket_size: "
     "1e+30 must be less than 2^63",

@@ -118,7 +118,7 @@ WRONG = {
     "same thing: remove one",
     "lr: much": ", line 1: --lr much: must be a number",
     "num-layers: true": ", line 1: --num-layers needs a value, not true",
-    "\"lr\": 1\n'lr': 2": ", line 2: lr was already given in line 1",
+    "\"lr\": 1\n'lr': 2": ", line 2: lr was already given in line 1: remove one",
     "bf16: yes": ", line 1: --bf16 is a switch: write true or false",
     "lr: [1, 2]": ", line 1: --lr takes one value, not a list",
     "save: ~": ", line 1: save has no value: write one, or remove the line",
