@@ -223,7 +223,7 @@ def explanation(error: Exception) -> UserError | None:
     if (limit := failure_of_host(error)) is not None:
         return ResourceError(limit)
     if crash := _WORKER_CRASH.search(str(error)):
-        return LaunchError(f"a worker of the DataLoader has crashed ({crash[1]}); --num-workers 0 shows where")
+        return LaunchError(f"a worker of the DataLoader has crashed ({crash[1]})")
     late = "a collective did not end within --distributed-timeout-minutes" if is_timeout(error) else None
     reason = late or failure_of_nccl(error)
     return None if reason is None else LaunchError(reason)
