@@ -78,9 +78,8 @@ class KeyValueCache:
     def join(self, other: "KeyValueCache") -> None:
         """Append the sequences of ``other``."""
         columns = max(self._storage.size(4), other._storage.size(4))
-        self._reserve(columns)
-        other._reserve(columns)
-        self._storage = torch.cat([self._storage, other._storage], dim=2)
+        padded = [F.pad(cache._storage, (0, 0, 0, columns - cache._storage.size(4))) for cache in (self, other)]
+        self._storage = torch.cat(padded, dim=2)
         self._lengths += other._lengths
 
     def _reserve(self, columns: int) -> None:

@@ -83,6 +83,20 @@ def test_cached_generation_equals_uncached(kind, run_ranks):
     assert run_ranks(1, difference, KINDS[kind])[0] < 1e-4
 
 
+@pytest.mark.parametrize("columns", [(0, 200), (128, 150), (128, 270), (256, 255), (300, 130)])
+def test_caches_of_any_sizes_are_joined(columns: tuple[int, int]) -> None:
+    from megatron.tools.inference.cache import KeyValueCache
+
+    for sizes in (columns, columns[::-1]):
+        caches = [KeyValueCache(CONFIG, 1, heads=2, dtype=torch.float32, device=torch.device("cpu")) for _ in sizes]
+        for cache, size in zip(caches, sizes, strict=True):
+            for count in (size - 1, 1) if size else ():  # the storage grows in steps
+                cache.advance([count])
+        caches[0].join(caches[1])
+        caches[0].advance([1, 1])
+        assert caches[0].positions.flatten().tolist() == [*sizes]
+
+
 def test_the_layers_of_a_step_share_cosines_and_sines(run_ranks):
     """Each layer would otherwise start a dozen small kernels for the same values."""
     assert run_ranks(1, tables_of_two_steps) == [2]
