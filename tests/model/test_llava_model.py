@@ -1,5 +1,7 @@
 """LLaVA against the same network of transformers, and conversion in both directions."""
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import their_weights
-from megatron.common.errors import ConfigError
+from megatron.common.errors import CheckpointError, ConfigError
 from megatron.engines.build import freeze
 from megatron.engines.containers import run_in_order
 from megatron.engines.optimizers import weight_decay_groups
@@ -91,6 +93,27 @@ def test_an_encoder_and_a_language_model_are_joined(tmp_path: Path):
     with pytest.raises(ConfigError, match="--vision-feature-layer -9 is not one of the 3 layers"):
         joined_llava(tmp_path / "encoder", tmp_path / "language", 70, -9, seed=1)
     assert weights["multi_modal_projector.linear_1.weight"].std() == pytest.approx(0.2, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vision_config": None}, "vision_config is None, and should be an object"),
+        ({"vision_config": [1]}, r"vision_config is \[1\], and should be an object"),
+        ({"hidden_size": 16.0}, "hidden_size is 16.0, and should be a whole number above 0"),
+        ({"layer_norm_eps": math.inf}, "layer_norm_eps is inf, and should be a number above 0"),
+    ],
+)
+def test_a_wrong_configuration_of_an_encoder_is_refused(tmp_path: Path, change: dict, message: str):
+    import transformers
+
+    theirs = transformers_model("clip")
+    theirs.model.vision_tower.save_pretrained(tmp_path / "encoder")
+    transformers.LlamaForCausalLM(theirs.config.text_config).save_pretrained(tmp_path / "language")
+    file = tmp_path / "encoder" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=f"{file}: {message}"):
+        joined_llava(tmp_path / "encoder", tmp_path / "language", 0, -2, seed=1)
 
 
 @pytest.mark.ranks(1)

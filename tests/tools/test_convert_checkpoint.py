@@ -146,8 +146,10 @@ def test_a_mistake_is_one_line_before_torch(
     assert found == code and message in line
 
 
-def test_a_limit_of_file_sizes_is_named(trained: Path, tmp_path: Path):
-    words = f"ulimit -f 8; {sys.executable} -B {ROOT / TOOL} merge {trained} --output {tmp_path}/m.safetensors"
+@pytest.mark.parametrize("command", ["merge {trained}", "from-hf {exported}"])
+def test_a_limit_of_file_sizes_is_named(trained: Path, exported: Path, tmp_path: Path, command: str):
+    command = command.format(trained=trained, exported=exported)
+    words = f"ulimit -f 8; {sys.executable} -B {ROOT / TOOL} {command} --output {tmp_path}/m.safetensors"
     ended = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=240)
     (line,) = ended.stderr.splitlines()
     assert ended.returncode == 7 and "m.safetensors" in line and "ulimit -f" in line and not any(tmp_path.iterdir())

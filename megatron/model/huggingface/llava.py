@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.common.errors import CheckpointError, shown
 from megatron.config import ModelConfig
+from megatron.config.fields import inside
 from megatron.config.vision import PADDED, PIXELS, STRETCH
 from megatron.model.architectures import LLAVA
 from megatron.model.huggingface.formats import TOWER, Fields, Format, Names, config_from, config_to, named
@@ -44,6 +45,8 @@ _FIXED: dict[str, Mapping[str, Any]] = {
     "clip": {"hidden_act": "quick_gelu", "num_channels": 3},
     "siglip": {"hidden_act": "gelu_pytorch_tanh", "num_channels": 3, "vision_use_head": False},
 }
+_NUMBER, _COUNT = ((int, float), "a number above 0"), ((int,), "a whole number above 0")
+"""The types of an epsilon and of a size, and what they are called."""
 _DEFAULT = {"vision_use_head": True}
 """Defaults in transformers of settings in ``_FIXED``, if they differ from the supported value."""
 
@@ -56,9 +59,10 @@ def read_encoder(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         return {}, [f"vision_config: model_type is {shown(tree.get('model_type'))}, and can be {names}"]
     values = {field: tree.get(name, default) for field, (name, default) in _DEFAULTS[kind].items()}
     problems = [
-        f"vision_config: {_DEFAULTS[kind][field][0]} is {shown(value)}, and should be a number above 0"
+        f"vision_config: {_DEFAULTS[kind][field][0]} is {shown(value)}, and should be {what}"
         for field, value in values.items()
-        if type(value) not in (int, float) or value <= 0
+        for kinds, what in [_NUMBER if field == "vision_layernorm_epsilon" else _COUNT]
+        if type(value) not in kinds or not inside(value, "(0, inf)")
     ]
     problems += [
         f"vision_config: {name} is {shown(tree.get(name, _DEFAULT.get(name)))}, and only {value!r} can be taken over"

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.huggingface import our_weights
-from megatron.common.errors import CheckpointError, ConfigError
+from megatron.common.errors import CheckpointError, ConfigError, shown
 from megatron.config import ModelConfig
 from megatron.model.architectures import LLAVA
 from megatron.model.huggingface import HF_CONFIG, read_json, source_shapes
@@ -62,7 +61,9 @@ def _with_encoder(text: ModelConfig, folder: Path, feature_layer: int) -> ModelC
     """The config of ``text`` with the encoder in ``folder``, which may also contain a text model, as CLIP does."""
     tree = read_json(folder / HF_CONFIG)
     kind = str(tree.get("model_type")).removesuffix("_vision_model")
-    vision: Mapping[str, Any] = tree.get("vision_config", tree)
+    vision = tree.get("vision_config", tree)
+    if not isinstance(vision, Mapping):
+        raise CheckpointError(f"{folder / HF_CONFIG}: vision_config is {shown(vision)}, and should be an object")
     fields, problems = read_encoder({**vision, "model_type": f"{kind}_vision_model", "vision_use_head": False})
     if problems:
         raise CheckpointError(

@@ -190,8 +190,11 @@ def _write_states(
     """Write DeepSpeed's model file of a rank: first with uninitialized weights, then each weight in place."""
     with FakeTensorMode():
         module = {name: torch.empty(outline.shape, dtype=outline.dtype) for name, outline in outlines.items()}
-    with skip_data(materialize_fake_tensors=True):
-        torch.save({"module": module, **state}, file)
+    with skip_data(materialize_fake_tensors=True), file.open("wb") as opened:
+        try:
+            torch.save({"module": module, **state}, opened)
+        except RuntimeError as error:  # about the end of a file that could not be written
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
     with file.open("r+b") as opened:
         os.posix_fallocate(
             opened.fileno(), 0, file.stat().st_size
