@@ -3,11 +3,11 @@
 import copyreg
 import io
 import re
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -17,7 +17,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, TypedStorage, UntypedStorage
-from torch.utils._pytree import tree_map
+from torch._weights_only_unpickler import Unpickler
 
 from megatron.checkpoint.files import NewFile, Record
 from megatron.checkpoint.safetensors_files import broken, read_entries
@@ -49,9 +49,9 @@ def read_file(path: Path, *, mapped: bool = False, outlines: bool = False) -> An
     CheckpointError if the file is missing or damaged, or would run code.
     """
     try:
-        if not outlines:
-            return load_plain(path, ALLOWED, map_location="cpu", mmap=mapped)
-        return _load_outlines(path)
+        if mapped or outlines:  # torch maps a record without comparing its size
+            content = _checked(path, ALLOWED, lambda: _load_outlines(path), has_data=False)
+        return content if outlines else load_plain(path, ALLOWED, map_location="cpu", mmap=mapped)
     except Exception as error:  # torch raises many types for a damaged file
         if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(f"{path} asks for {unsafe[1]}, which could run code; it is not loaded") from None
@@ -59,29 +59,27 @@ def read_file(path: Path, *, mapped: bool = False, outlines: bool = False) -> An
 
 
 def _load_outlines(path: Path) -> Any:
-    if _places_are_known():
-        return load_plain(path, ALLOWED, map_location="meta")
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # a second and 75 MB
+    """The content of ``path`` with tensors on the meta device, whose storages have their place in the file.
 
-    def outline(value: Any) -> Any:
-        if not isinstance(value, FakeTensor):
-            return value
-        place = value.untyped_storage(), value.storage_offset(), value.shape, value.stride()
-        return torch.empty(0, dtype=value.dtype, device="meta").set_(*place)
+    ``torch.load`` would compute the places from the sizes, as if no other program had written the file.
+    """
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    if reader.has_record("byteorder") and reader.get_record("byteorder").decode() != sys.byteorder:
+        raise ValueError("it was written on a machine with another byte order")
 
-    with FakeTensorMode():
-        content = load_plain(path, ALLOWED, map_location="meta")
-    return tree_map(outline, content, is_leaf=lambda value: isinstance(value, torch.Size))
+    def storage(saved: tuple[Any, ...]) -> TypedStorage:
+        _, kind, key, _, count = saved
+        dtype = torch.uint8 if kind is UntypedStorage else kind.dtype
+        size, name = count * dtype.itemsize, f"data/{key}"
+        if size != (found := reader.get_record_size(name)):
+            raise ValueError(f"{name} has {found:,} bytes, and its tensors need {size:,}")
+        untyped = UntypedStorage(size, device="meta")
+        untyped._checkpoint_offset = reader.get_record_offset(name)
+        return TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
-
-@cache
-def _places_are_known() -> bool:
-    """Whether meta storages have their offset in the file; before torch 2.13 only those of fake tensors have it."""
-    file = io.BytesIO()
-    torch.save(torch.ones(1), file)
-    file.seek(0)
-    storage = torch.load(file, map_location="meta", weights_only=True).untyped_storage()
-    return getattr(storage, "_checkpoint_offset", None) is not None
+    unpickler: Any = Unpickler(io.BytesIO(reader.get_record("data.pkl")), encoding="utf-8")
+    unpickler.persistent_load = storage
+    return unpickler.load()
 
 
 def load_plain(path: Path, allowed: Sequence[Any], **options: Any) -> Any:
@@ -89,11 +87,14 @@ def load_plain(path: Path, allowed: Sequence[Any], **options: Any) -> Any:
 
     Also raises ValueError for content that no file of this project or of Megatron has: see ``_check_content``.
     """
+    return _checked(path, allowed, lambda: torch.load(path, weights_only=True, **options), has_data=True)
+
+
+def _checked(path: Path, allowed: Sequence[Any], load: Callable[[], Any], *, has_data: bool) -> Any:
     check_archive(path)
     with torch.serialization.safe_globals([*allowed]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about tensor types that _check_content rejects
-        content = torch.load(path, weights_only=True, **options)
-        _check_content(content, has_data=options["map_location"] != "meta")
+        _check_content(content := load(), has_data=has_data)
     return content
 
 

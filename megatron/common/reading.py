@@ -54,8 +54,11 @@ def check_archive(path: Path) -> None:
             return
         with zipfile.ZipFile(file) as archive:
             content = sum(entry.file_size for entry in archive.infolist())
+            is_compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
         if content > (size := os.fstat(file.fileno()).st_size):
             raise ValueError(f"its {size:,} bytes expand to {content:,}, and files of torch are not compressed")
+        if is_compressed:
+            raise ValueError("it is compressed, and files of torch are not")
 
 
 def read_into(file: FileIO, offset: int, buffer: memoryview) -> None:

@@ -22,7 +22,9 @@ from megatron.common.files import replace_file
 from megatron.common.reading import unreadable_arguments
 from megatron.data.map_cache import Form, Recipe, _load
 from megatron.model.huggingface import read_json
+from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import read_text, read_vocab_json
+from megatron.tools.chat.files import chat_template, find_chat_template
 from megatron.tools.cluster.hostfile import read_hostfile
 from megatron.tools.convert.megatron_files import read_shards
 from megatron.tools.finetuning.tables import content_hash
@@ -33,6 +35,7 @@ from megatron.tools.preprocess.job import Journal
 from megatron.tools.reporting.files import read_metrics, read_timeline
 from megatron.tools.serving.access import read_key
 
+_NULL = build_tokenizer("NullTokenizer", None, None, vocab_size=9)
 READERS: dict[str, Callable[[Path], object]] = {
     "config": lambda path: read_config_file(str(path)),
     "settings": lambda path: read_settings_file(str(path)),
@@ -43,6 +46,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "metrics": lambda path: list(read_metrics(path)),
     "trace": read_timeline,
     "key": lambda path: read_key(path, {}),
+    "template": lambda path: chat_template(find_chat_template(str(path), path.parent), _NULL),
     "manifest.json": lambda path: read_manifest(path.parent),
     "model.pt": read_file,
     "model.safetensors": read_entries,
@@ -70,6 +74,7 @@ def test_a_fifo_or_a_device_is_refused_and_never_waited_for(
             signal.alarm(0)
         (line,) = caught.value.messages
         assert str(tmp_path) in line
+        assert "no such" not in line.lower()
 
 
 @pytest.mark.parametrize("name", READERS)

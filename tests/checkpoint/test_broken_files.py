@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from support.fuzzing import Attack
 from support.programs import TINY_MODEL, Programs
 
 from megatron.checkpoint.manifest import write_manifest
+from megatron.checkpoint.stored import StoredFile
 from megatron.checkpoint.tensor_files import read_file, write_file
 from megatron.common.errors import CheckpointError
 from megatron.tools.convert.megatron_files import _read
@@ -214,3 +216,44 @@ def test_enumerations_are_read_as_any_python_writes_them(tmp_path: Path, monkeyp
     hostile = b"cbuiltins\ngetattr\n(ctorch\nSize\nS'__new__'\ntR."
     with pytest.raises(pickle.UnpicklingError, match="which could run code"):
         _Unpickler(io.BytesIO(hostile)).load()
+
+
+def _zipped_again(
+    file: Path, order: Callable[[list[str]], list[str]], changes: dict[str, bytes], kind: int = 0
+) -> None:
+    with zipfile.ZipFile(file) as archive:
+        records = {name: archive.read(name) for name in order(archive.namelist())}
+    with zipfile.ZipFile(file, "w", kind) as archive:
+        for name, content in records.items():
+            archive.writestr(name, changes.get(name.partition("/")[2], content))
+
+
+def _in_order(names: list[str]) -> list[str]:
+    return names
+
+
+OTHER_ARCHIVES: dict[str, tuple[Callable[[list[str]], list[str]], dict[str, bytes], int, str | None]] = {
+    "another alignment": (_in_order, {}, zipfile.ZIP_STORED, None),
+    "another order": (lambda names: names[::-1], {}, zipfile.ZIP_STORED, None),
+    "a short record": (_in_order, {"data/1": bytes(60)}, zipfile.ZIP_STORED, "data/1 has 60 bytes, and its tensors"),
+    "a long record": (_in_order, {"data/1": bytes(68)}, zipfile.ZIP_STORED, "data/1 has 68 bytes, and its tensors"),
+    "another byte order": (_in_order, {"byteorder": b"big"}, zipfile.ZIP_STORED, "with another byte order"),
+    "compressed": (_in_order, {}, zipfile.ZIP_DEFLATED, "compressed, and files of torch are not"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_ARCHIVES)
+def test_tensors_are_read_from_where_the_archive_has_them(tmp_path: Path, case: str) -> None:
+    """Another program may have written the archive of a ``torch.save`` file."""
+    order, changes, kind, problem = OTHER_ARCHIVES[case]
+    tensors = {name: torch.randn(4, 4, generator=torch.Generator().manual_seed(at)) for at, name in enumerate("abc")}
+    torch.save(tensors, file := tmp_path / "file.pt")
+    _zipped_again(file, order, changes, kind)
+    if problem:
+        for options in ({"mapped": True}, {"outlines": True}):
+            with pytest.raises(CheckpointError, match=problem):
+                read_file(file, **options)
+        return
+    for name, tensor in tensors.items():
+        assert torch.equal(StoredFile(file).entry(name).read_all(), tensor)
+        assert torch.equal(read_file(file, mapped=True)[name], tensor)

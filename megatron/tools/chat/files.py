@@ -119,7 +119,7 @@ def other_templates(file: str | None) -> list[Path]:
 def find_chat_template(chosen: str | None, folder: Path, what: str = "--format messages") -> str:
     """The path of the chat template: ``chosen``, or a file in the tokenizer's folder. Raises ConfigError if absent."""
     if chosen is not None:
-        if not Path(chosen).is_file():
+        if not Path(chosen).exists():
             raise ConfigError(f"--chat-template {chosen}: no such file")
         return chosen
     for path in (folder / CHAT_TEMPLATE, folder / SETTINGS):
