@@ -40,7 +40,7 @@ from megatron.checkpoint.files import replace_text
 from megatron.checkpoint.folder_lock import check_unlocked
 from megatron.checkpoint.run_file import RUN_FILE
 from megatron.checkpoint.tracker import newest, tag_at
-from megatron.common.errors import CheckpointError, ConfigError, ResourceError
+from megatron.common.errors import CheckpointError, ConfigError, LaunchError, ResourceError
 from megatron.common.files import signals_raised
 from megatron.common.output_paths import file_problem
 from megatron.common.tokenizer_files import GPT2_BPE, tokenizer_files
@@ -103,10 +103,13 @@ def _to_hf(args: argparse.Namespace) -> None:
 
     from megatron.tools.convert.huggingface_files import files_for_huggingface
     from megatron.tools.convert.load_and_save import read_model, write_huggingface
-    from megatron.tools.convert.lora import merge_adapters
+    from megatron.tools.convert.lora import check_adapters, merge_adapters
     from megatron.tools.convert.vocabulary import TOKENIZERS, read_run_tokenizer
 
-    model = merge_adapters(read_model(found)) if args.merge_lora else read_model(found)
+    model = read_model(found)
+    if args.merge_lora:
+        check_adapters(model, args.path)
+        model = merge_adapters(model)
     assert model.description is not None, "a checkpoint of this suite"
     if model.config.lora_rank:
         raise ConfigError(f"{args.path} has adapters: add --merge-lora, or write only them with to-peft")
@@ -251,9 +254,10 @@ def _merge_lora(args: argparse.Namespace) -> None:
     found = find_source(args, "tag", "folder", "universal")
 
     from megatron.tools.convert.load_and_save import read_model, write_checkpoint
-    from megatron.tools.convert.lora import merge_adapters
+    from megatron.tools.convert.lora import check_adapters, merge_adapters
 
-    model = merge_adapters(read_model(found))
+    check_adapters(adapted := read_model(found), args.path)
+    model = merge_adapters(adapted)
     assert model.description is not None, "a checkpoint of this suite"
     data, source = (model.description["config"][section] for section in ("data", "checkpoint"))
     files = {name: data.get(name) and Path(data[name]) for name in ("vocab_file", "merge_file")}
@@ -278,9 +282,9 @@ def _to_peft(args: argparse.Namespace) -> None:
     found = find_source(args, "tag", "folder", "universal")
 
     from megatron.tools.convert.load_and_save import read_model
-    from megatron.tools.convert.lora import write_peft
+    from megatron.tools.convert.lora import check_adapters, write_peft
 
-    model = read_model(found)
+    check_adapters(model := read_model(found), args.path)
     with new_output(args) as folder:
         write_peft(folder, model, args.base)
     print(f"{args.output}: adapters of rank {model.config.lora_rank} from {args.path}")
@@ -354,8 +358,12 @@ def _reshard(args: argparse.Namespace) -> None:
             if failure:
                 shutil.rmtree(args.output, ignore_errors=True)
         if failure:
-            kind = ResourceError if failure.startswith(f"exit code {ResourceError.exit_code}:") else CheckpointError
-            raise kind(f"{args.output} is not written: {' '.join(failure.rpartition(': error: ')[2].split())}")
+            ending, _, cause = failure.partition(":\n")
+            if not ending.startswith("exit code"):
+                raise LaunchError(f"{args.output} is not written: {ending}: give more with --time-limit")
+            kinds = {f"exit code {kind.exit_code}": kind for kind in (ConfigError, CheckpointError, ResourceError)}
+            problem = " ".join(cause.rpartition(": error: ")[2].split()) or f"a rank ended with {ending}"
+            raise kinds.get(ending, LaunchError)(f"{args.output} is not written: {problem}")
     print(f"{args.output}: {saved.path} after iteration {saved.iteration}, from {saved.layout}")
 
 

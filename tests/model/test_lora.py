@@ -97,11 +97,16 @@ def test_peft_computes_the_same(run_ranks, tmp_path: Path, targets: tuple[str, .
     specs = architecture_of(config).named_parameters(config)
     weights = {name: weights.get(name, 0.3 * torch.randn(spec.shape)) for name, spec in specs.items()}
     write_peft(tmp_path / "adapter", FullModel(config, weights, None), None)
-    for name, width in (("base", 32), ("other", 64)):
-        LlamaConfig(**sizes | {"hidden_size": width}, **more).save_pretrained(tmp_path / name)
+    for name, other in (("base", {}), ("wide", {"hidden_size": 64}), ("deep", {"num_hidden_layers": 3})):
+        LlamaConfig(**sizes | other, **more).save_pretrained(tmp_path / name)
     write_peft(tmp_path / "named", FullModel(config, weights, None), str(tmp_path / "base"))
-    with pytest.raises(ConfigError, match=r"other: model\.layers\.0\.\S+ is \[64, 48\], and .* \[32, 48\]"):
-        write_peft(tmp_path / "none", FullModel(config, weights, None), str(tmp_path / "other"))
+    problems = {
+        "wide": r": model\.layers\.0\.\S+ is \[64, 48\], and .* \[32, 48\]",
+        "deep": " has 3 layers, and .* has 2",
+    }
+    for name, problem in problems.items():
+        with pytest.raises(ConfigError, match=name + problem):
+            write_peft(tmp_path / "none", FullModel(config, weights, None), str(tmp_path / name))
     loaded = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
     (ours,) = run_ranks(1, logits_of, config, weights)
     with torch.no_grad():

@@ -155,6 +155,23 @@ def test_a_limit_of_file_sizes_is_named(trained: Path, exported: Path, tmp_path:
     assert ended.returncode == 7 and "m.safetensors" in line and "ulimit -f" in line and not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("words", "message", "code"),
+    [
+        ("reshard --time-limit 0.01", "not finished after 0.01 s: give more with --time-limit", 6),
+        ("to-peft", "global_step3 has no adapters: it was trained without --lora-rank", 2),
+        ("merge-lora", "global_step3 has no adapters: it was trained without --lora-rank", 2),
+    ],
+)
+def test_a_mistake_that_takes_longer(
+    programs: Programs, trained: Path, tmp_path: Path, words: str, message: str, code: int
+):
+    command, *flags = words.split()
+    finished = programs.warm(1, TOOL, command, trained / "global_step3", "--output", tmp_path / "out", *flags)
+    assert finished.returncode == code and message in finished.output.splitlines()[-1]
+    assert not any(tmp_path.iterdir())
+
+
 def test_changed_weights_are_refused(programs: Programs, copy: Path, tmp_path: Path):
     file = copy / "global_step3" / "layer_03-model_01-model_states.pt"
     content = bytearray(file.read_bytes())

@@ -16,17 +16,12 @@ from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig
 from megatron.config.experts import LORA_TARGETS
 from megatron.model.huggingface import HF_CONFIG, read_config, source_shapes
-from megatron.model.huggingface.formats import Shapes
 from megatron.model.huggingface.llama import family_of
 from megatron.tools.convert.full_model import FullModel
 
 
 def merge_adapters(model: FullModel) -> FullModel:
-    """Merge the adapters of ``model`` into the weights of their layers: W + alpha / r x B A.
-
-    Raises ConfigError if the model has no adapters.
-    """
-    _check_adapters(model)
+    """Merge the adapters of ``model``, which has some, into the weights of their layers: W + alpha / r x B A."""
     weights = {name: weight for name, weight in model.weights.items() if ".lora." not in name}
     scale = model.config.lora_alpha / model.config.lora_rank
     for layer, a, b in _adapters(model):
@@ -39,15 +34,14 @@ def write_peft(folder: Path, model: FullModel, base: str | None) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     A fused layer is split into its matrices, which all get A, and the rows of B for their outputs; this computes the
-    same. ``base`` is the name or the path of the Hugging Face model. Raises ConfigError if the model has no
-    adapters or is not of the Llama family, or if ``base`` is a folder of another model.
+    same. ``base`` is the name or the path of the Hugging Face model. Raises ConfigError if the model is not of the
+    Llama family, or if ``base`` is a folder of another model.
     """
-    _check_adapters(model)
     plain = _without_adapters(model.config)
     family_of(plain)
     names = source_shapes(plain)
-    if base is not None and (Path(base) / HF_CONFIG).is_file():
-        _check_base(base, {f"{layer}.weight" for layer, _, _ in _adapters(model)}, names)
+    if base is not None and (Path(base) / HF_CONFIG).exists():
+        _check_base(base, plain, {f"{layer}.weight" for layer, _, _ in _adapters(model)})
     tensors: dict[str, Tensor] = {}
     for layer, a, b in _adapters(model):
         name = f"{layer}.weight"
@@ -72,15 +66,16 @@ def write_peft(folder: Path, model: FullModel, base: str | None) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _check_base(base: str, adapted: Collection[str], shapes: Shapes) -> None:
-    """Raises ConfigError unless the weights ``adapted`` have these ``shapes`` in the Hugging Face folder ``base``."""
-    found = {
-        name: shape for sources in source_shapes(read_config(Path(base))).values() for name, shape in sources.items()
-    }
-    expected = {name: shape for weight in adapted for name, shape in shapes[weight].items()}
-    for name, shape in sorted(expected.items()):
-        if (theirs := found.get(name)) != shape:
-            is_there = f"is {list(theirs)}" if theirs else "does not exist"
+def _check_base(base: str, config: ModelConfig, adapted: Collection[str]) -> None:
+    """Raises ConfigError unless the Hugging Face folder ``base`` has as many layers, and the ``adapted`` weights."""
+    theirs = read_config(Path(base))
+    if theirs.num_layers != config.num_layers:
+        raise ConfigError(f"--base {base} has {theirs.num_layers} layers, and the checkpoint has {config.num_layers}")
+    found, expected = (source_shapes(model) for model in (theirs, config))
+    places = {name: shape for sources in found.values() for name, shape in sources.items()}
+    for name, shape in sorted(item for weight in adapted for item in expected[weight].items()):
+        if (place := places.get(name)) != shape:
+            is_there = f"is {list(place)}" if place else "does not exist"
             raise ConfigError(f"--base {base}: {name} {is_there}, and that of the checkpoint is {list(shape)}")
 
 
@@ -96,6 +91,7 @@ def _without_adapters(config: ModelConfig) -> ModelConfig:
     return replace(config, lora_rank=0, lora_alpha=ModelConfig.lora_alpha, lora_dropout=0.0, lora_target=())
 
 
-def _check_adapters(model: FullModel) -> None:
+def check_adapters(model: FullModel, place: Path) -> None:
+    """Raises ConfigError if the model from ``place`` has no adapters."""
     if not model.config.lora_rank:
-        raise ConfigError("the checkpoint has no adapters: it was trained without --lora-rank")
+        raise ConfigError(f"{place} has no adapters: it was trained without --lora-rank")
