@@ -10,20 +10,20 @@ from torch import Tensor
 from megatron.checkpoint.checks import check_numbers, form_errors, wrong
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ranks
 from megatron.checkpoint.parameter_state import SavedStates
-from megatron.checkpoint.schema import check_numbering, check_steps
+from megatron.checkpoint.schema import Steps, check_numbering, check_steps
 
 _ALL = slice(None)
 _ROUNDING = 1e-3
 """Maximum difference of copies, relative to the tensor's largest number, since devices may round differently."""
 
 
-def check_states(states: SavedStates, part: slice = _ALL) -> set[int | None]:
+def check_states(states: SavedStates, part: slice = _ALL) -> Steps:
     """Make all checks of this module for ``part`` of the parameters and of the optimizer's files.
 
     Returns the step counts, which the caller compares with those of other parts. Raises CheckpointError.
     """
-    check_shards(states, part)
     steps = step_counts(states, part)
+    check_shards(states, part)
     check_copies(states, part)
     return steps
 
@@ -40,13 +40,13 @@ def check_shards(states: SavedStates, part: slice = _ALL, *, optimizer: bool = T
                 states.state(name, rank)
 
 
-def step_counts(states: SavedStates, part: slice = _ALL) -> set[int | None]:
+def step_counts(states: SavedStates, part: slice = _ALL) -> Steps:
     """The step counts of the optimizer, which must be equal, and whose parameters must be numbered in order."""
-    steps: set[int | None] = set()
+    steps: Steps = {}
     with form_errors(states.saved.path):
         for file, base in states.files.optimizers(part):
             steps |= check_numbering(file, base, states.saved.iteration)
-        check_steps(states.saved.path, steps)
+        check_steps(steps)
     return steps
 
 
@@ -54,10 +54,9 @@ def check_copies(states: SavedStates, part: slice = _ALL, *, optimizer: bool = T
     """Raise CheckpointError unless tensors that are replicated over tensor-parallel ranks are equal on them."""
     with form_errors(states.saved.path):
         for name, copies in states.copies(part, optimizer=optimizer):
-            files = [copy.pieces[0].file.path for copy in copies]
-            check_numbers(files[0], name, first := copies[0].read_all())
-            for file, copy in zip(files[1:], copies[1:], strict=True):
-                check_equal(file, name, copy.read_all(), first, files[0].name)
+            first = copies[0].read_all()
+            for copy in copies[1:]:
+                check_equal(copy.path, name, copy.read_all(), first, copies[0].path.name)
 
 
 def check_equal(place: Path, name: str, copy: Tensor, first: Tensor, where: str) -> None:
@@ -72,9 +71,7 @@ def check_equal(place: Path, name: str, copy: Tensor, first: Tensor, where: str)
 
 def check_share_of_states(states: SavedStates) -> None:
     """``check_states``, distributed: each rank checks every n-th part. Every rank must call it."""
-    gathered_on_rank_0(
-        lambda: check_states(states, _own_share()), lambda found: check_steps(states.saved.path, set().union(*found))
-    )
+    gathered_on_rank_0(lambda: check_states(states, _own_share()), lambda found: check_steps(*found))
 
 
 def check_share_of_copies(states: SavedStates) -> None:

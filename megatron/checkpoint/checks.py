@@ -1,7 +1,8 @@
 """Checks of single values in a checkpoint. Each error is a line: the file, what it holds, and what it should hold."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import dropwhile
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,35 @@ def form_errors(place: Path) -> Iterator[None]:
             raise gone(place) from error
         if not isinstance(error, _FORM) or "inline_container" in str(error):
             raise  # "inline_container" is in errors of torch's writer about a full disk
-        problem = f"{type(error).__name__}: {first_line(error)}"
-        raise CheckpointError(f"{place} lacks a part, or holds one of another form ({problem})") from error
+        raise CheckpointError(f"{place} {_problem(error)}") from error
+
+
+def _problem(error: BaseException) -> str:
+    if isinstance(error, KeyError) and error.args:
+        return f"lacks {error.args[0]}"
+    more = f" ({first_line(error)})" if isinstance(error, ValueError) else ""
+    return f"lacks a part, or holds one of another form{more}"
+
+
+def value_at(place: object, content: Any, *keys: Any) -> Any:
+    """The value at a path of keys in the ``content`` of a file. Raises CheckpointError if there is none."""
+    for depth, key in enumerate(keys):
+        if not isinstance(content, Mapping | list | tuple):
+            raise wrong(place, name_of(keys[:depth]), outline(content), f"a part that holds {key}")
+        try:
+            content = content[key]
+        except (LookupError, TypeError):
+            raise CheckpointError(f"{place} lacks {name_of(keys[: depth + 1])}") from None
+    return content
+
+
+def name_of(keys: Sequence[Any]) -> str:
+    """A path of keys in messages, such as ``state[0].exp_avg``."""
+    inner = list(dropwhile(_CONTAINERS.__contains__, keys)) or keys[-1:] or ["it"]
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in inner).removeprefix(".")
+
+
+_CONTAINERS = ("module", "frozen_param_fragments", "optimizer", "optimizer_state_dict", "base_optimizer_state")
 
 
 def check_tensor(place: object, name: str, found: Any, shape: Shape, dtype: torch.dtype | None = None) -> None:

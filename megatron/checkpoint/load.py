@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megatron.checkpoint.across_ranks import check_share_of_copies
-from megatron.checkpoint.checks import form_errors
+from megatron.checkpoint.checks import form_errors, value_at
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly, overridden_settings
 from megatron.checkpoint.manifest import Manifest, check_content, read_manifest
@@ -78,19 +78,35 @@ def random_states() -> dict[str, Any]:
     }
 
 
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Restore the result of ``random_states()``. Raises ValueError, TypeError or RuntimeError for invalid content."""
-    random.setstate(states["random_rng_state"])
-    kind, keys, position, has_gauss, gauss = states["np_rng_state"]
+def restore_random_states(place: Path, states: Any) -> None:
+    """Restore the result of ``random_states()``, read from ``place``. Raises CheckpointError for other content."""
+    restored = {
+        "random_rng_state": random.setstate,
+        "np_rng_state": _restore_numpy,
+        "rng_tracker_states": _restore_tracked,
+        "cuda_rng_state": get_accelerator().set_rng_state,
+        "torch_rng_state": torch.set_rng_state,
+    }
+    for name, restore in restored.items():
+        state = value_at(place, states, name)
+        try:
+            restore(state)
+        except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{place}: {name} is no state of its random number generator") from error
+
+
+def _restore_numpy(state: tuple) -> None:
+    kind, keys, position, has_gauss, gauss = state
     if not 0 <= position <= len(keys):  # NumPy would read beyond the end
-        raise ValueError(f"position {position} of NumPy's state")
+        raise ValueError
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    tracked = states["rng_tracker_states"]
+
+
+def _restore_tracked(tracked: dict[str, torch.Tensor]) -> None:
     if tracked.keys() != get_rng_tracker().get_states().keys():
-        raise ValueError(f"the streams {', '.join(tracked) or 'of none'}")
-    for state in (*tracked.values(), states["cuda_rng_state"]):  # validates them: the tracker does not check its states
+        raise ValueError
+    for state in tracked.values():  # the tracker does not check its states
         get_accelerator().set_rng_state(state)
-    torch.set_rng_state(states["torch_rng_state"])
     get_rng_tracker().set_states(tracked)
 
 
@@ -171,9 +187,10 @@ def _restore_random_streams(run: RunConfig, saved: SavedRun) -> str | None:
         return "the ranks differ"
     states = read_file(file := rng_file(saved.path, dist.get_rank()))
     with form_errors(file):
-        if states["cuda_rng_state"].shape != get_accelerator().get_rng_state().shape:
+        own, state = get_accelerator().get_rng_state(), value_at(file, states, "cuda_rng_state")
+        if isinstance(state, torch.Tensor) and state.shape != own.shape:
             return "saved on another kind of device"
-        restore_random_states(states)
+        restore_random_states(file, states)
     return None
 
 

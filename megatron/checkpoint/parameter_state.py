@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.checks import check_outline, wrong
+from megatron.checkpoint.checks import check_outline, name_of, outline, wrong
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_files import SavedFiles, Shapes, numbered_state
-from megatron.checkpoint.stored import WEIGHT, Piece, Shard, State, Stored, StoredFile, joined
+from megatron.checkpoint.stored import WEIGHT, Piece, Shard, State, Stored, StoredFile, is_flat, joined
 from megatron.common.errors import CheckpointError
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import parameter_prefix
@@ -172,10 +172,14 @@ class SavedStates:
         number, shapes = self._group_of(name, stage)
         first = self.files.partition(ranks[0], mp_rank)
         weights = ("optimizer_state_dict", "single_partition_of_fp32_groups", number)
-        length = first.find(weights).numel()
-        paddings = first.content["optimizer_state_dict"].get("param_alignment_paddings")
+        if not isinstance(part := first.find(weights), Tensor):
+            raise wrong(first.path, name_of(weights), outline(part), "a tensor")
+        length = part.numel()
+        paddings = first.find(["optimizer_state_dict"]).get("param_alignment_paddings")
         lengths = {parameter: shape.numel() for parameter, shape in shapes.items()}
         span = _consecutive_spans(lengths, paddings and paddings[number])[name]
+        if span.stop > length * len(ranks):
+            raise wrong(first.path, name_of(weights), f"of {length:,} elements", f"longer, since {name} is in it")
         holders = range(span.start // length, min(-(-span.stop // length), len(ranks)))
 
         def of(keys: Sequence[Any]) -> Stored:
@@ -192,7 +196,7 @@ class SavedStates:
         """
         index, shapes = self._group_of(name, stage)
         file = self.files.model(mp_rank)
-        optimizer = file.content["optimizer"]
+        optimizer = file.find(["optimizer"])
         span = slice(0, shapes[name].numel())
         number, weights = index, tuple[Any, ...](("optimizer", "fp32_groups_flat", index))
         if "fp32_groups_flat" in optimizer:
@@ -273,10 +277,13 @@ def _state(
     """
     state: State = {WEIGHT: of(weights)}
     for key, value in numbered_state(file.find(place), number).items():
-        is_number = not isinstance(value, Tensor) or not value.dim()
+        if not isinstance(value, Tensor | int | float | None):
+            raise wrong(file.path, f"state[{number}].{key}", outline(value), "a tensor or a number")
         if key not in _OF_MATRICES:
             keys = (*place, "state", number, key)
-            state[key] = (file.entry(*keys) if isinstance(value, Tensor) else value) if is_number else of(keys)
+            if isinstance(value, Tensor):
+                value = of(keys) if value.dim() else file.entry(*keys)
+            state[key] = value
     return state
 
 
@@ -287,8 +294,3 @@ def _consecutive_spans(lengths: Mapping[str, int], paddings: Sequence[int] | Non
         spans[name] = slice(start, start + length)
         start += length + padding
     return spans
-
-
-def is_flat(value: Any) -> bool:
-    """Whether ``value`` is a tensor with the weight's elements, not a number."""
-    return isinstance(value, Stored | Shard) or (isinstance(value, Tensor) and value.dim() > 0)

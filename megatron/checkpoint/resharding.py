@@ -1,6 +1,7 @@
 """Resharding: loads weights and optimizer state on any layout; each rank reads only its parts."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.checkpoint.across_ranks import check_share_of_states
-from megatron.checkpoint.checks import check_numbers, form_errors
+from megatron.checkpoint.checks import form_errors, value_at
 from megatron.checkpoint.collective_errors import on_all_ranks
 from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import model_file, optimizer_file
-from megatron.checkpoint.schema import Updates, check_counts, check_loss_scale, check_state, check_steps
-from megatron.checkpoint.stored import WEIGHT, Shard, State
+from megatron.checkpoint.schema import Updates, check_counts, check_loss_scale, check_state
+from megatron.checkpoint.stored import WEIGHT, Shard, State, is_flat
 from megatron.checkpoint.tensor_files import read_file
+from megatron.common.errors import CheckpointError
 from megatron.engines.state import (
     MasterWeight,
     master_weights,
@@ -82,12 +84,12 @@ def _read_shared(
         shared = read_file(file := model_file(path, layout, 0), mapped=True)
         applied = check_counts(file, shared, saved, progress=progress)
         if progress:
-            engine.lr_scheduler.chosen(shared["lr_scheduler"])
+            engine.lr_scheduler.chosen(value_at(file, shared, "lr_scheduler"))
         if optimizer and layout.has_optimizer_partitions:
             file = optimizer_file(path, layout, 0, 0)
-            scaling = read_file(file, mapped=True)["optimizer_state_dict"]
+            scaling = value_at(file, read_file(file, mapped=True), "optimizer_state_dict")
         elif optimizer:
-            scaling = shared["optimizer"]
+            scaling = value_at(file, shared, "optimizer")
         check_loss_scale(file, scaling)
         return shared, applied, scaling
 
@@ -107,49 +109,63 @@ def load_states(
     parameters = [item for item in engine.module.named_parameters() if only is None or item[0] in only]
 
     def outlines() -> dict[str, State]:
-        states, steps = {}, set[int | None]()
+        states = {}
         for name, parameter in parameters:
             with form_errors(source):
                 state = read(name, parameter)
                 if not parameter.requires_grad:  # a frozen parameter may have been trained earlier
                     state = {WEIGHT: state[WEIGHT]}
-                outline = {key: value.outline if isinstance(value, Shard) else value for key, value in state.items()}
-            states[name], needed = state, updates if parameter.requires_grad else _WEIGHTS_ONLY
-            steps.add(check_state(source, name, outline, getattr(parameter, "ds_shape", parameter.shape), needed))
-            check_steps(source, steps)
+                needed = updates if parameter.requires_grad else _WEIGHTS_ONLY
+                check_state(source, name, state, getattr(parameter, "ds_shape", parameter.shape), needed)
+            states[name] = state
         return states
 
     checked: dict[str, State] = {}
     on_all_ranks(lambda: checked.update(outlines()))  # before anything is copied
-    masters = master_weights(engine)
+    masters, errors = master_weights(engine), list[CheckpointError]()
+
+    def part(value: Any, begin: int, length: int) -> Tensor:
+        """Elements of a part of a state; after an error zeros, since the other ranks wait in collectives."""
+        with _kept(errors), form_errors(source):
+            end = begin + length
+            if not errors:
+                return (value.read(begin, end) if isinstance(value, Shard) else value.flatten()[begin:end]).float()
+        return torch.zeros(length)
+
     with optimizer_notified(engine), torch.no_grad():
         for name, parameter in parameters:
-            _copy_state(engine, source, name, parameter, checked.pop(name), masters.get(parameter))
+            _copy_state(engine, part, parameter, checked.pop(name), masters.get(parameter))
+    on_all_ranks(lambda: _raise_first(errors))
+
+
+@contextmanager
+def _kept(errors: list[CheckpointError]) -> Iterator[None]:
+    """Append a CheckpointError of the block to ``errors``."""
+    try:
+        yield
+    except CheckpointError as error:
+        errors.append(error)
+
+
+def _raise_first(errors: Sequence[CheckpointError]) -> None:
+    for error in errors:
+        raise error
 
 
 def _copy_state(
     engine: DeepSpeedEngine,
-    source: Path,
-    name: str,
+    part: Callable[[Any, int, int], Tensor],
     parameter: nn.Parameter,
     state: State,
     master: MasterWeight | None,
 ) -> None:
-    """Read this rank's parts of a parameter's state, and copy them into the model and the optimizer."""
-
-    def part(key: str, begin: int, length: int) -> Tensor:
-        value = state[key]
-        with form_errors(source):
-            end = begin + length
-            elements = value.read(begin, end) if isinstance(value, Shard) else value.flatten()[begin:end]
-        check_numbers(source, f"{name}.{key}", elements)
-        return elements.float()
+    """Copy this rank's parts of a parameter's state, which ``part`` reads, into the model and the optimizer."""
 
     if (own := own_weights(parameter)) is not None:
-        weights, first = part(WEIGHT, own.begin, own.length), own.begin
+        weights, first = part(state[WEIGHT], own.begin, own.length), own.begin
         own.tensor.view(-1)[: own.length].copy_(weights)
     else:
-        weights, first = part(WEIGHT, 0, getattr(parameter, "ds_numel", parameter.numel())), 0
+        weights, first = part(state[WEIGHT], 0, getattr(parameter, "ds_numel", parameter.numel())), 0
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(weights.view(parameter.shape))
     if master is None:
@@ -157,10 +173,10 @@ def _copy_state(
     tensor, start, begin, length = master
     moments = engine.basic_optimizer.state[tensor]
     for key, value in state.items():
-        if isinstance(value, Shard) or (isinstance(value, Tensor) and value.dim()):
+        if is_flat(value):
             is_weight = key == WEIGHT
             target = tensor if is_weight else moments.setdefault(key, torch.zeros_like(tensor))
-            elements = weights[begin - first :][:length] if is_weight else part(key, begin, length)
+            elements = weights[begin - first :][:length] if is_weight else part(value, begin, length)
             target.data.view(-1)[start : start + length].copy_(elements)
         else:
             set_step(engine.basic_optimizer, tensor, float(value))

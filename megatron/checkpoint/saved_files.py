@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.checks import value_at
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import expert_file, model_file, optimizer_file
@@ -75,7 +76,7 @@ class SavedFiles:
             base = file.find(place := self.base_optimizer(file))
             states = {
                 number: {key: file.entry(*place, "state", number, key) for key in state}
-                for number, state in base["state"].items()
+                for number, state in value_at(file.path, base, "state").items()
             }
             yield file.path, {**base, "state": states}
 
@@ -86,11 +87,11 @@ class SavedFiles:
         if self._layout.has_optimizer_partitions:
             return "optimizer_state_dict", "base_optimizer_state"
         # Half precision has a wrapper, which earlier versions used at ZeRO 0.
-        return ("optimizer", "optimizer_state_dict")[: 1 + ("optimizer_state_dict" in file.content["optimizer"])]
+        return ("optimizer", "optimizer_state_dict")[: 1 + ("optimizer_state_dict" in file.find(["optimizer"]))]
 
 
 def numbered_state(base: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The state of tensor ``number`` in the optimizer ``base``, with the step count, which may be kept by the group."""
-    group = next(group for group in base["param_groups"] if number in group["params"])
+    group: Mapping[str, Any] = next((group for group in base["param_groups"] if number in group["params"]), {})
     step = {"step": group["step"]} if "step" in group else {}
     return {**step, **base["state"].get(number, {})}

@@ -15,17 +15,19 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.checks import (
     Shape,
+    check_numbers,
     check_outline,
     check_tensor,
     form_errors,
     outline,
+    value_at,
     wrong,
 )
 from megatron.checkpoint.collective_errors import gathered_on_rank_0
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.sample_history import MOST_SAMPLES
 from megatron.checkpoint.saved_files import numbered_state
-from megatron.checkpoint.stored import WEIGHT, State
+from megatron.checkpoint.stored import WEIGHT, State, is_flat
 from megatron.common.checkpoint_folders import existing_rank_file
 from megatron.common.errors import CheckpointError
 from megatron.engines.state import base_tensors, moment_names, optimizer_notified, rank_files
@@ -34,6 +36,10 @@ _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 """Keys of the master weights in the optimizer files of ZeRO 1, 2 and 3."""
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow")
 """Other keys that DeepSpeed loads from these files, in addition to the state of the base optimizer."""
+
+
+Steps = dict[int, Path]
+"""Step counts of an optimizer, each with a file that has it."""
 
 
 class Updates(NamedTuple):
@@ -56,10 +62,11 @@ def check_state(place: object, name: str, state: State, shape: Shape, updates: U
     known = {WEIGHT}.union(*updates.moments)
     shapes = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
     for key, value in state.items():
-        if key in known or (isinstance(value, Tensor) and value.dim()):
-            check_tensor(
-                place, f"{name}.{key}", value, shapes.get(key, shape), None if key == WEIGHT else torch.float32
-            )
+        if key in known or is_flat(value):
+            file, dtype = getattr(value, "path", place), None if key == WEIGHT else torch.float32
+            check_outline(file, f"{name}.{key}", value, shapes.get(key, shape), dtype)
+            if isinstance(value, Tensor):
+                check_numbers(file, f"{name}.{key}", value)
         elif not isinstance(value, Tensor | int | float | None):
             raise wrong(place, f"{name}.{key}", outline(value), "a tensor or a number")
     return _check_step(place, name, state, updates.most)
@@ -75,27 +82,33 @@ def _check_step(place: object, name: str, state: State, most: int) -> int | None
     return int(step)
 
 
-def check_numbering(place: Path, base: Mapping[str, Any], most: int) -> set[int | None]:
+def check_numbering(place: Path, base: Mapping[str, Any], most: int) -> Steps:
     """Check the numbers of the parameters in the groups of an optimizer, and their step counts, which it returns."""
-    numbers = [number for group in base["param_groups"] for number in group["params"]]
-    if numbers != list(range(len(numbers))):
-        raise wrong(place, "the numbers of the parameters in the groups", str(numbers), f"0 to {len(numbers) - 1}")
-    return {_check_step(place, f"state[{number}]", numbered_state(base, number), most) for number in numbers}
+    numbers = [number for group in value_at(place, base, "param_groups") for number in group["params"]]
+    count = max([len(numbers), *(number + 1 for number in base["state"] if isinstance(number, int))])
+    if numbers != list(range(count)):
+        raise wrong(place, "the numbers of the parameters in the groups", str(numbers), f"0 to {count - 1}")
+    steps = {_check_step(place, f"state[{number}]", numbered_state(base, number), most) for number in numbers}
+    return {step: place for step in steps if step is not None}
 
 
 def check_loss_scale(place: object, state: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless the loss scale in the state of an optimizer, if it has one, is a positive number."""
+    if not isinstance(state, Mapping):
+        raise wrong(place, "the state of the optimizer", outline(state), "a dict")
     source = vars(state["loss_scaler"]) if "loss_scaler" in state else state
     scale = source.get("cur_scale", 1)
-    if not 0 < float(scale) < inf:
+    if not isinstance(scale, int | float) or not 0 < scale < inf:
         raise wrong(place, "the loss scale", str(scale), "a number above 0")
 
 
-def check_steps(place: object, steps: set[int | None]) -> None:
-    """Raise CheckpointError if parameters have different step counts; None is ignored."""
-    counts = sorted(count for count in steps if count is not None)
-    if len(counts) > 1:
-        raise CheckpointError(f"{place}: the optimizer's step counts are {counts}, and should be equal")
+def check_steps(*found: Steps) -> None:
+    """Raise CheckpointError if parameters have different step counts."""
+    steps = {count: file for part in found for count, file in part.items()}
+    if len(counts := sorted(steps)) > 1:
+        file, other = steps[counts[0]], steps[counts[-1]]
+        places = f" here and in {other.name}" if file != other else ""
+        raise CheckpointError(f"{file}: the optimizer's step counts are {counts}{places}, and should be equal")
 
 
 def read_rank_files(
@@ -110,8 +123,8 @@ def read_rank_files(
     contents: dict[str, Any] = {}
     moments = moment_names(engine.basic_optimizer) if has_spec else ()
 
-    def read() -> set[int | None]:
-        steps: set[int | None] = set()
+    def read() -> Steps:
+        steps: Steps = {}
         applied = saved.iteration
         for file, weights, states in rank_files(engine, saved.path, optimizer=optimizer):
             with form_errors(path := existing_rank_file(file)):
@@ -119,20 +132,18 @@ def read_rank_files(
                 if "module" in found:
                     applied = check_counts(path, found, saved, progress=progress, mp_world_size=engine.mp_world_size)
                     if progress:
-                        engine.lr_scheduler.chosen(found["lr_scheduler"])
+                        engine.lr_scheduler.chosen(value_at(path, found, "lr_scheduler"))
                 for entry, expected in weights.items():
-                    _check_weights(path, found[entry] if entry else found, expected)
+                    _check_weights(path, value_at(path, found, *filter(None, [entry])), expected)
                 for entry, expected in states.items():
                     updates = Updates(moments if applied else (), applied)
-                    steps |= _check_optimizer(path, found[entry], expected, base_tensors(engine), updates)
+                    steps |= _check_optimizer(
+                        path, value_at(path, found, entry), expected, base_tensors(engine), updates
+                    )
         return steps
 
-    def check(found: list[set[int | None]]) -> None:
-        if has_spec:
-            check_steps(saved.path, set().union(*found))
-
     with optimizer_notified(engine):
-        gathered_on_rank_0(read, check)
+        gathered_on_rank_0(read, lambda found: check_steps(*found) if has_spec else None)
     return contents
 
 
@@ -141,7 +152,8 @@ def check_counts(place: Path, found: Mapping[str, Any], saved: SavedRun, *, prog
 
     With ``progress`` also that of the learning rate, which a skipped iteration does not advance.
     """
-    applied = saved.iteration - found["skipped_steps"]
+    skipped, samples = (value_at(place, found, key) for key in ("skipped_steps", "global_samples"))
+    applied = saved.iteration - skipped if type(skipped) is int else -1
     expected = {
         "iteration": saved.iteration,
         "consumed_samples": saved.description.get("consumed_samples"),
@@ -151,39 +163,46 @@ def check_counts(place: Path, found: Mapping[str, Any], saved: SavedRun, *, prog
     for key, count in expected.items():
         if found.get(key, count) != count:
             raise wrong(place, key, repr(found[key]), str(count))
-    if type(found["skipped_steps"]) is not int or not 0 <= applied <= saved.iteration:
+    if not 0 <= applied <= saved.iteration:
         number = f"a number of iterations, at most {saved.iteration}"
-        raise wrong(place, "skipped_steps", repr(found["skipped_steps"]), number)
-    if progress and (type(number := found["lr_scheduler"]["num_iters"]) is not int or number != applied):
-        raise wrong(place, "lr_scheduler.num_iters", repr(number), str(applied))
-    if type(found["global_samples"]) is not int or not 0 <= found["global_samples"] <= MOST_SAMPLES:
-        raise wrong(place, "global_samples", repr(found["global_samples"]), "a number of samples")
+        raise wrong(place, "skipped_steps", repr(skipped), number)
+    counted = value_at(place, found, "lr_scheduler", "num_iters") if progress else applied
+    if type(counted) is not int or counted != applied:
+        raise wrong(place, "lr_scheduler.num_iters", repr(counted), str(applied))
+    if type(samples) is not int or not 0 <= samples <= MOST_SAMPLES:
+        raise wrong(place, "global_samples", repr(samples), "a number of samples")
     return applied
 
 
 def _check_optimizer(
     place: Path, found: Mapping[str, Any], expected: Mapping[str, Any], tensors: Sequence[Tensor], updates: Updates
-) -> set[int | None]:
+) -> Steps:
     """Check the optimizer state ``found`` of ``tensors``. Returns its step counts."""
+    check_loss_scale(place, found)
     for key in expected.keys() & _SCALING:
         # At ZeRO 1 and 2 a checkpoint of an earlier version may lack it.
         if (key in found or "fp32_flat_groups" in expected) and type(found[key]) is not type(expected[key]):
             raise wrong(place, key, type(found[key]).__name__, type(expected[key]).__name__)
-    check_loss_scale(place, found)
     for key in expected.keys() & _MASTERS:
-        for number, (own, weights) in enumerate(zip(found[key], expected[key], strict=True)):
+        for number, weights in enumerate(expected[key]):
+            own = value_at(place, found, key, number)
             check_tensor(place, f"{key}[{number}]", own, weights.shape, weights.dtype)
+        if (count := len(found[key])) != len(expected[key]):
+            raise wrong(place, key, f"{count} tensors", str(len(expected[key])))
     base, current = (
         one.get("base_optimizer_state") or one.get("optimizer_state_dict") or one for one in (found, expected)
     )
-    numbers, ours = ([list(group["params"]) for group in one["param_groups"]] for one in (base, current))
+    numbers, ours = (
+        [list(group["params"]) for group in value_at(place, one, "param_groups")] for one in (base, current)
+    )
     if numbers not in (ours, [sum(ours, [])]):  # earlier versions saved Adagrad's groups as one
         raise wrong(place, "the numbers of the parameters in the groups", str(numbers), str(ours))
-    return {
+    steps = {
         check_state(place, f"state[{number}]", numbered_state(base, number), tensors[number].shape, updates)
         for group in numbers
         for number in group
     }
+    return {step: place for step in steps if step is not None}
 
 
 def _check_weights(place: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.checks import check_numbers, name_of, value_at
 from megatron.checkpoint.files import Record
 from megatron.checkpoint.manifest import check_content
 from megatron.checkpoint.tensor_files import check_identity, read_file
@@ -43,20 +44,15 @@ class StoredFile:
         return read_file(self.path, outlines=True)
 
     def find(self, keys: Sequence[Any]) -> Any:
-        """The value at a path of keys. Raises KeyError, IndexError or TypeError if it does not exist."""
-        value = self.content
-        for key in keys:
-            if isinstance(value, Tensor):
-                raise TypeError(f"a tensor in place of what holds {key!r}")
-            value = value[key]
-        return value
+        """The value at a path of keys. Raises CheckpointError if it does not exist."""
+        return value_at(self.path, self.content, *keys)
 
     def entry(self, *keys: Any) -> Any:
         """The value at a path of keys, with a tensor as ``Stored``, or read if it has no dimensions."""
         if not isinstance(value := self.find(keys), Tensor):
             return value
         stored = Stored([Piece(self, keys, 0, value.numel())], value.shape)
-        return stored if value.dim() else stored.read_all()
+        return stored if value.dim() else stored.read_unchecked()
 
     def read_into(self, buffer: memoryview, pieces: Iterable["Piece"], dtype: torch.dtype) -> int:
         """Read ``pieces`` of this file into the beginning of ``buffer``. Returns the number of bytes."""
@@ -94,9 +90,9 @@ class Stored:
         return self.pieces[0].file.find(self.pieces[0].keys).dtype
 
     @property
-    def outline(self) -> Tensor:
-        """A tensor of its shape and type on the meta device, without data."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+    def path(self) -> Path:
+        """The first of its files."""
+        return self.pieces[0].file.path
 
     def numel(self) -> int:
         """Number of elements."""
@@ -122,13 +118,25 @@ class Stored:
         return selected.read_all().view(len(rows), end - begin)
 
     def read_all(self) -> Tensor:
+        """Read the tensor into memory. Raises OSError, ValueError as ``read_unchecked``, and CheckpointError unless its
+        numbers are possible.
+        """
+        first, elements = 0, self.read_unchecked()
+        for _, pieces in groupby(self.pieces, lambda piece: piece.file):
+            piece, *others = pieces
+            last = first + sum(one.end - one.begin for one in (piece, *others))
+            check_numbers(piece.file.path, name_of(piece.keys), elements.view(-1)[first:last])
+            first = last
+        return elements
+
+    def read_unchecked(self) -> Tensor:
         """Read the tensor into memory. Raises OSError, or ValueError for inconsistent pieces."""
         buffer = np.empty(self.numel() * (itemsize := self.dtype.itemsize), np.uint8)
         done = 0
         for file, pieces in groupby(self.pieces, lambda piece: piece.file):
             done += file.read_into(buffer.data[done:], pieces, self.dtype)
         if done < len(buffer):
-            raise ValueError(f"{self.pieces[0].file.path}: {done // itemsize:,} of {self.numel():,} elements are there")
+            raise ValueError(f"{self.path}: {done // itemsize:,} of {self.numel():,} elements are there")
         return torch.from_numpy(buffer).view(self.dtype).view(self.shape)
 
 
@@ -174,9 +182,14 @@ class Shard:
         return range(first // self._part_width, min(-(-min(last, self._end) // self._part_width), self._count))
 
     @property
-    def outline(self) -> Tensor:
-        """A tensor of its shape and type on the meta device, without data."""
-        return torch.empty(self.shape, dtype=self._parts(0).dtype, device="meta")
+    def dtype(self) -> torch.dtype:
+        """Type of the elements."""
+        return self._parts(0).dtype
+
+    @property
+    def path(self) -> Path:
+        """The first of the files of the tensor."""
+        return self._parts(0).path
 
     def read_all(self) -> Tensor:
         """Read the full shard."""
@@ -185,13 +198,13 @@ class Shard:
     def read(self, begin: int, end: int) -> Tensor:
         """Read elements ``begin`` to ``end`` of the flattened shard."""
         if begin == end:  # ZeRO 3 divides a small parameter among more ranks than it has elements
-            return torch.empty(0, dtype=self._parts(0).dtype)
+            return torch.empty(0, dtype=self.dtype)
         rows = range(begin // self._width, -(-end // self._width))
         # Of a single row only the requested elements are read.
         skipped = begin - rows.start * self._width if len(rows) == 1 else 0
         width = end - begin if len(rows) == 1 else self._width
         first = self._column + skipped
-        matrix = torch.zeros(len(rows), width, dtype=self._parts(0).dtype)
+        matrix = torch.zeros(len(rows), width, dtype=self.dtype)
         for number in self._needed(first, first + width):
             at = number * self._part_width
             low, high = max(first, at), min(first + width, at + self._part_width, self._end)
@@ -201,3 +214,8 @@ class Shard:
             part = self._parts(number).columns(self._part_width, stored_rows, low - at, high - at)
             matrix[:, low - first : high - first] = part
         return matrix.flatten()[begin - rows.start * self._width - skipped :][: end - begin]
+
+
+def is_flat(value: Any) -> bool:
+    """Whether ``value`` is a tensor with the weight's elements, not a number."""
+    return isinstance(value, Stored | Shard) or (isinstance(value, Tensor) and value.dim() > 0)

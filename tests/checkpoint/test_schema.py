@@ -112,7 +112,11 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
             )
             for count in (10**9, 1, 3.0)
         ),
-        (RANK, put("lr_scheduler", lambda _: None), "lacks a part"),
+        (
+            RANK,
+            put("lr_scheduler", lambda _: None),
+            "lr_scheduler is of type NoneType, and should be a part that holds",
+        ),
         (
             RANK,
             put("lr_scheduler/start_lr", lambda _: math.nan),
@@ -122,16 +126,17 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (RANK, put("module/3.attention.dense.weight", lambda t: t.to("meta")), "dense.weight is without data"),
         (RANK, put(f"{STATE}/exp_avg", lambda t: t.to("meta")), "exp_avg is without data"),
         (RANK, put("global_samples", str), "global_samples is '96'"),
-        (RANK, put("optimizer", None), "lacks a part"),
+        (RANK, put("optimizer", None), "lacks optimizer$"),
+        (RANK, put("lr_scheduler", None), "lacks lr_scheduler$"),
         (RANK, lambda content: [content], "lacks a part"),
         (RANK, put("global_samples", lambda _: -1), "global_samples is -1, and should be a number of samples"),
         (RANK, put("global_samples", lambda _: 1 << 90), "global_samples is 1237940039285380274899124224"),
-        (RNG, put("cuda_rng_state", None), "lacks a part"),
-        (RNG, lambda content: [content], "lacks a part"),
-        (RNG, put("cuda_rng_state", str), "lacks a part"),
-        (RNG, put("np_rng_state", lambda s: (*s[:2], -7, *s[3:])), "position -7 of NumPy's state"),
-        (RNG, put("rng_tracker_states/model-parallel-rng", torch.zeros_like), "lacks a part"),
-        (RNG, put("torch_rng_state", lambda t: t[:8].clone()), "lacks a part"),
+        (RNG, put("cuda_rng_state", None), "lacks cuda_rng_state$"),
+        (RNG, lambda content: [content], "lacks cuda_rng_state$"),
+        (RNG, put("cuda_rng_state", str), "cuda_rng_state is no state of"),
+        (RNG, put("np_rng_state", lambda s: (*s[:2], -7, *s[3:])), "np_rng_state is no state of"),
+        (RNG, put("rng_tracker_states/model-parallel-rng", torch.zeros_like), "rng_tracker_states is no state of"),
+        (RNG, put("torch_rng_state", lambda t: t[:8].clone()), "torch_rng_state is no state of"),
     ],
     "tp2 pp2 zero1": [
         (LAYER, "layer_04-model_00-model_states.pt", "files have been exchanged"),
@@ -153,7 +158,7 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
             r"single_partition_of_fp32_groups\[0\] is from nan",
         ),
         (ZERO, put("optimizer_state_dict/single_partition_of_fp32_groups", lambda g: g[::-1]), "is float32"),
-        (ZERO, put("optimizer_state_dict", lambda _: None), "lacks a part"),
+        (ZERO, put("optimizer_state_dict", lambda _: None), "optimizer.* is of type NoneType, and should be a "),
     ],
     "dp2 zero3": [
         (
@@ -233,10 +238,15 @@ def clipping_after_loading(words: list[str], folder: str) -> float:
 MASTERS = "optimizer_state_dict/single_partition_of_fp32_groups"
 PARTITION_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 RESHARDED: list[tuple[str, str, Change, str]] = [
-    ("tp2 pp2 zero1", ZERO, put(MASTERS, lambda _: {}), "lacks a part, or holds one of another form"),
-    ("tp2 pp2 zero1", ZERO, put(f"{MASTERS}/0", lambda _: None), "lacks a part, or holds one of another form"),
-    ("tp2 pp2 zero1", ZERO, put("optimizer_state_dict", lambda _: torch.ones(3)), "holds one of another form"),
-    ("dp2 zero3", ZERO, put("optimizer_state_dict/fp32_flat_groups", lambda _: []), "holds one of another form"),
+    ("tp2 pp2 zero1", ZERO, put(MASTERS, lambda _: {}), r"lacks single_partition_of_fp32_groups\[0\]"),
+    ("tp2 pp2 zero1", ZERO, put(f"{MASTERS}/0", lambda _: None), r"groups\[0\] is of type NoneType"),
+    (
+        "tp2 pp2 zero1",
+        ZERO,
+        put("optimizer_state_dict", lambda _: torch.ones(3)),
+        r"is float32 \[3\], and should be a ",
+    ),
+    ("dp2 zero3", ZERO, put("optimizer_state_dict/fp32_flat_groups", lambda _: []), r"lacks fp32_flat_groups\[0\]"),
     ("tp2 pp2 zero1", ZERO_1, put(f"{BASE}/state/1/step", lambda _: 1), r"step counts are \[1, 3\]"),
     ("tp2 pp2 zero1", ZERO_1, put(f"{BASE}/state/1/step", lambda _: True), r"state\[1\].step is True"),
     (
@@ -254,6 +264,19 @@ RESHARDED: list[tuple[str, str, Change, str]] = [
     ("tp2 pp2 zero1", RANK, put("lr_scheduler/num_iters", lambda _: 1), "num_iters is 1, and should be 3"),
     ("dp2 zero3", ZERO, put("optimizer_state_dict/loss_scaler", scale_nan), "the loss scale is nan"),
     ("dp2 zero3", RANK_AT_ZERO3, put("skipped_steps", lambda _: 1), "num_iters is 3, and should be 2"),
+    (
+        "tp2 pp2 zero1",
+        ZERO,
+        put(f"{MASTERS}/0", lambda t: t * math.nan),
+        r"single_partition_of_fp32_groups\[0\] is from",
+    ),
+    (
+        "tp2 pp2 zero1",
+        ZERO_1,
+        put(f"{BASE}/state/0/exp_avg", lambda t: t * math.nan),
+        r"state\[0\].exp_avg is from nan",
+    ),
+    ("dp1", RANK, put(f"{STATE}/exp_avg_sq", with_element(-1)), r"state\[0\].exp_avg_sq is from -1 on"),
 ]
 
 
@@ -261,23 +284,25 @@ def test_it_is_not_read_for_another_layout(saved_on, run_ranks_once, programs: P
     """Neither converted nor loaded."""
     changes = [case for case in CASES["tp2 pp2 zero1"] if case[0] in (ZERO, ZERO_1) and not isinstance(case[1], str)]
     spoilt = [*(("tp2 pp2 zero1", name, change, "") for name, change, _ in changes), *RESHARDED]
-    folders = []
+    folders, files = [], []
     for number, (saver, name, change, text) in enumerate(spoilt):
         others = shutil.ignore_patterns("global_step6", "global_step7", "global_step3_universal")
         folders.append(shutil.copytree(saved_on(saver), tmp_path / str(number), ignore=others))
-        sealed(folders[-1], name, change)
-        with pytest.raises(CheckpointError, match=f"{folders[-1]}/global_step3.*{text}"):
+        files.append(sealed(folders[-1], name, change))
+        with pytest.raises(CheckpointError, match=f"{files[-1]}.*{text}"):
             cached_universal(newest(folders[-1]))
-    words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS]
+    words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, "--zero-stage", "3"]
     lacking = folders[-len(RESHARDED) :]
     other_type = shutil.copytree(saved_on("tp2 pp2 zero1"), tmp_path / "other type")
     for name in (f"zero_pp_rank_0_mp_rank_0{rank}_optim_states.pt" for rank in range(4)):
         sealed(other_type, name, put(f"{BASE}/state/0/exp_avg", lambda t: t.half()))
     loaded = [str(folder) for folder in (*lacking, other_type)]
-    ((*said, message),) = run_ranks_once(1, messages_of_loading, words, loaded)
-    assert message.startswith(f"{other_type}/global_step3: ") and ".exp_avg is float16 [" in message, message
-    for folder, (*_, text), message in zip(lacking, RESHARDED, said, strict=True):
-        assert re.match(f"{folder}/global_step3.*{text}", message), message
+    (*said, message), other = run_ranks_once(2, messages_of_loading, words, loaded)
+    assert [*said, message] == other
+    assert re.match(rf"{other_type}/global_step3/zero_pp_rank_0_mp_rank_0\d_optim_states.pt: ", message), message
+    assert ".exp_avg is float16 [" in message, message
+    for file, (*_, text), message in zip(files[-len(RESHARDED) :], RESHARDED, said, strict=True):
+        assert re.match(f"{file}.*{text}", message), message
 
 
 def test_the_shape_of_a_moment_is_compared_for_another_layout(saved_on, tmp_path: Path) -> None:
@@ -297,8 +322,8 @@ def test_copies_are_compared_by_readers_of_weights(saved_on, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=f"{file}: 3.input_layernorm.weight.* 0.0.* in {LAYER}"):
         lazy_weights(newest(folder))
     sealed(folder, LAYER_1, put("input_layernorm.weight", lambda t: t / 1.01))
-    sealed(folder, LAYER, put("attention.dense.weight", with_element(math.nan)))
-    with pytest.raises(CheckpointError, match=f"{folder}/global_step3: 3.attention.dense.weight is from nan to nan"):
+    file = sealed(folder, LAYER, put("attention.dense.weight", with_element(math.nan)))
+    with pytest.raises(CheckpointError, match=f"{file}: attention.dense.weight is from nan to nan"):
         list(lazy_weights(newest(folder)).values())
     sealed(folder, LAYER, "layer_04-model_00-model_states.pt")
     with pytest.raises(CheckpointError, match="files have been exchanged"):

@@ -15,9 +15,10 @@ import torch
 
 from megatron.checkpoint import across_ranks
 from megatron.checkpoint.manifest import MANIFEST, write_manifest
-from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, State, is_flat
+from megatron.checkpoint.parameter_state import SavedStates, State
 from megatron.checkpoint.saved_files import numbered_state
 from megatron.checkpoint.saved_layout import SavedLayout, model_file, optimizer_file
+from megatron.checkpoint.stored import WEIGHT, is_flat
 from megatron.checkpoint.tensor_files import read_file
 from megatron.common.errors import LaunchError
 from megatron.engines.optimizers import block_matrices
@@ -96,7 +97,7 @@ def _trace(job: Job, rank: int) -> Trace:
         recording(recorder),
         patched(
             (SavedStates, "shard", state_without_files),
-            (across_ranks, "check_states", lambda *_: set()),
+            (across_ranks, "check_states", lambda *_: {}),
             (across_ranks, "check_copies", lambda *_: None),
         ),
     ):

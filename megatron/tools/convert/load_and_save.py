@@ -112,7 +112,9 @@ def lazy_weights(saved: SavedRun) -> LazyTensors:
     check_copies(states, optimizer=False)
     with form_errors(saved.path):
         weights = {name: states.full_weight(name) for name in states.specs}
-    outlines = {name: weight.outline for name, weight in weights.items()}
+        outlines = {
+            name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()
+        }
 
     def read(name: str) -> Tensor:
         with form_errors(saved.path):

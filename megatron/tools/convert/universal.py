@@ -24,7 +24,7 @@ from megatron.checkpoint.checks import form_errors
 from megatron.checkpoint.parameter_state import SavedStates, State, in_memory
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import model_file, optimizer_file
-from megatron.checkpoint.schema import Updates, check_counts, check_loss_scale, check_state, check_steps
+from megatron.checkpoint.schema import Updates, check_counts, check_loss_scale, check_state
 from megatron.checkpoint.tracker import UNIVERSAL
 from megatron.common.errors import ResourceError, first_line
 from megatron.common.files import UNFINISHED, signals_raised, sync, sync_folder
@@ -117,12 +117,10 @@ def _write(saved: SavedRun, folder: Path) -> None:
     source, states = _source_hash(saved), SavedStates(saved)
     check_states(states)
     with form_errors(saved.path):
-        step_counts: set[int | None] = set()
         for name, spec in states.specs.items():
-            state = in_memory(states.shard(name, spec.shape))
-            step_counts.add(check_state(saved.path, name, state, spec.shape, Updates(most=saved.iteration)))
-            check_steps(saved.path, step_counts)
-            _write_parameter(folder / "zero" / name, spec, state)
+            state = states.shard(name, spec.shape)
+            check_state(saved.path, name, state, spec.shape, Updates(most=saved.iteration))
+            _write_parameter(folder / "zero" / name, spec, in_memory(state))
         shared = states.files.read(file := model_file(saved.path, saved.layout, 0))
         check_counts(file, shared, saved, progress=shared["lr_scheduler"] is not None)
         common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
@@ -145,10 +143,10 @@ def _optimizer(states: SavedStates, shared: dict[str, Any], step: Any) -> dict[s
     """Hyperparameters and loss scale, under the names that DeepSpeed reads at its ZeRO stages."""
     saved = states.saved
     if saved.layout.has_optimizer_partitions:
-        state = states.files.read(optimizer_file(saved.path, saved.layout, 0, 0))["optimizer_state_dict"]
+        state = states.files.read(file := optimizer_file(saved.path, saved.layout, 0, 0))["optimizer_state_dict"]
     else:
-        state = shared["optimizer"]
-    check_loss_scale(saved.path, state)
+        file, state = model_file(saved.path, saved.layout, 0), shared["optimizer"]
+    check_loss_scale(file, state)
     base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state
     groups = [{**group, "params": []} for group in base["param_groups"]]
     return {
