@@ -26,6 +26,7 @@ BLOCK = 1 << 16
 """Bytes read at a time of a token file."""
 BLOCKS = 64
 """Blocks read of a large token file."""
+_REMEDY = "make the data set again, or remove this file"
 
 
 def data_hash(prefix: str, cache: Path | None = None) -> str:
@@ -177,12 +178,14 @@ def _read_identity(path: Path) -> Mapping[str, Any] | None:
         record = parse_json(read_bytes(path, largest=BLOCK))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}: {_REMEDY}") from None
+    except ValueError:
         record = None
     fields = (("tokenizer_type", str), ("hash", str), ("special_tokens", dict))
     if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in fields):
         return record
-    raise DataError(f"{path} does not name a tokenizer: make the data set again, or remove this file")
+    raise DataError(f"{path} does not name a tokenizer: {_REMEDY}")
 
 
 def _is_same(record: Mapping[str, Any], own: Mapping[str, Any]) -> bool:

@@ -63,7 +63,7 @@ def preprocess(
         _write(job, tokenizer, done, summary, report, log_skipped)
         journal.remove()
     except BrokenProcessPool as error:
-        cause = "a worker was killed, maybe out of memory: use fewer --workers"
+        cause = "a worker was killed or has crashed; if memory ran out, use fewer --workers"
         raise ResourceError(f"{cause}{_hint(journal)}") from error
     except OSError as error:
         place = error.filename or job.output_prefix
