@@ -1,7 +1,6 @@
 """Reads headers of safetensors files, single or sharded with an index: names, types and shapes. No torch here."""
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -87,13 +86,7 @@ def _check_header(file: Path) -> None:
             raise ValueError(f"its header has {size:,} bytes, and at most {LARGEST_SETTINGS:,} are read")
         header = opened.read(size)
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = Counter(name for name, _ in pairs)
-        if len(names) < len(pairs):
-            raise ValueError(f"{names.most_common(1)[0][0]} is there twice")
-        return dict(pairs)
-
-    parse_json(header, object_pairs_hook=unique)
+    parse_json(header)
 
 
 def no_floats(tensors: Mapping[str, Any], names: Iterable[str], source: str) -> list[str]:

@@ -5,13 +5,14 @@ import json
 import os
 import stat
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
 from io import BufferedIOBase, FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from megatron.common.errors import ConfigError
+from megatron.common.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -120,8 +121,10 @@ def read_json(path: str | Path, *, largest: int = LARGEST_JSON) -> Any:
 def parse_json(text: str | bytes, **settings: Any) -> Any:
     """The value of a JSON text, by ``json.loads``; bytes are UTF-8, as in every file that these programs read.
 
-    Raises ValueError, also for brackets that are nested too deep.
+    Raises ValueError, also for brackets that are nested too deep, and as ``unique_keys`` unless ``settings`` have
+    another ``object_pairs_hook``.
     """
+    settings = {"object_pairs_hook": unique_keys, **settings}
     try:
         value = json.loads(text if isinstance(text, str) else str(text, "utf-8-sig"), **settings)
     except RecursionError:
@@ -131,6 +134,14 @@ def parse_json(text: str | bytes, **settings: Any) -> Any:
         if not (level := [inner for outer in level for inner in _inside(outer) if isinstance(inner, dict | list)]):
             return value
     raise ValueError("nested too deep")
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a repeated key, of whose values all but the last would be lost."""
+    if len(tree := dict(pairs)) < len(pairs):
+        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f'the key "{one_line(key)[:40]}" occurs twice in an object')
+    return tree
 
 
 def _inside(value: Any) -> Iterable[Any]:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias, get_origin
 
 from megatron.common.errors import shown
@@ -141,14 +142,19 @@ _INTEGERS = "[-1, 9007199254740992]"
 """The interval of integer fields that declare none."""
 
 
-def field_problems(kind: type, values: Mapping[str, Any], *, ranges: bool = True) -> list[str]:
+def field_problems(
+    kind: type, values: Mapping[str, Any], *, ranges: bool = True, names: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
     """A message for each of ``values`` that is not valid for the field of that name in the dataclass ``kind``.
 
-    Values without a field are ignored; ``ranges`` also checks the intervals and choices of flags.
+    Values without a field are ignored; ``ranges`` also checks the intervals and choices of flags. ``names`` has other
+    names of fields for messages, such as those in the file that the values are from.
     """
     present = [entry for entry in fields(kind) if entry.name in values]
     problems = {entry.name: _problem(entry, values[entry.name], ranges) for entry in present}
-    return [f"{name} is {shown(values[name])}: {problem}" for name, problem in problems.items() if problem]
+    return [
+        f"{names.get(name, name)} is {shown(values[name])}: {problem}" for name, problem in problems.items() if problem
+    ]
 
 
 def _problem(entry: Field, value: Any, ranges: bool) -> str | None:

@@ -62,7 +62,7 @@ def _parse(path: str, text: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: {constant} is not JSON")
 
     try:
-        tree = parse_json(text, parse_constant=refuse, parse_int=_integer)
+        tree = parse_json(text, parse_constant=refuse, parse_int=_integer, object_pairs_hook=dict)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
     except ValueError as error:

@@ -88,6 +88,21 @@ def present(name: str, names: Container[str]) -> str:
     return next((variant for variant in variants if variant in names), canonical(name))
 
 
+_OTHER_NAMES = {
+    **{"rotary_base": "rope_theta", "pre_tokens": "sliding_window", "eod_token": "eos_token_id"},
+    **{"rope_scaling_factor": "factor", "rotary_seq_len_interpolation_factor": "factor"},
+    **{"yarn_rotary_scaling_factor": "factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"},
+    **{"yarn_mscale": "mscale", "yarn_mscale_all_dim": "mscale_all_dim"},
+    "yarn_original_max_position_embeddings": "original_max_position_embeddings",
+    **{"vision_num_layers": "vision_config: num_hidden_layers", "vision_hidden_size": "vision_config: hidden_size"},
+    **{"vision_image_size": "vision_config: image_size", "vision_patch_size": "vision_config: patch_size"},
+    "vision_ffn_hidden_size": "vision_config: intermediate_size",
+    "vision_num_attention_heads": "vision_config: num_attention_heads",
+    "vision_layernorm_epsilon": "vision_config: layer_norm_eps",
+}
+"""Fields of ModelConfig that formats read in functions of their own, to their names in config.json, for messages."""
+
+
 def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: int | None) -> ModelConfig:
     """The model described by ``tree``, the config.json at ``path``; ``vocab_size`` is the tokenizer's, if known.
 
@@ -119,7 +134,8 @@ def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: i
         values["vocab_size"] = vocab_size or values["vocab_size"]
     values["padded_vocab_size"] = values["vocab_size"]
     values |= form.derive(values)
-    if problems := field_problems(ModelConfig, values):
+    names = _OTHER_NAMES | {field: name for field, (name, _) in {**form.sizes, **form.numbers}.items()}
+    if problems := field_problems(ModelConfig, values, names=names):
         raise CheckpointError(f"{path}: {problem}" for problem in problems)
     return ModelConfig(**values)
 
@@ -144,6 +160,7 @@ def _read_values(form: Format, tree: Mapping[str, Any]) -> tuple[Fields, list[st
         for name in _TOKENS
         if not _are_tokens(given.get(name))
     ]
+    problems += _unknown_ends(given.get("eos_token_id"), values.get("vocab_size"))
     problems += [
         f"{name} is {shown(given[name])}, and should be a text such as bfloat16"
         for name in _TEXTS
@@ -226,6 +243,17 @@ def read_gelu(name: str, kind: Any) -> tuple[Fields, list[str]]:
 def _are_tokens(value: Any) -> bool:
     """Whether the value of a setting such as eos_token_id has its type: a number, several of them, or None."""
     return value is None or all(type(id) is int for id in (value if isinstance(value, list) else [value]))
+
+
+_GPT2_END = 50256
+"""The end of documents that transformers writes for a GPT-2 with any vocabulary."""
+
+
+def _unknown_ends(ends: Any, size: Any) -> list[str]:
+    """A message for each number of ``eos_token_id`` that is none of ``size`` tokens; -1 is no token."""
+    ends = ends if isinstance(ends, list) else [ends]
+    unknown = [end for end in ends if type(end) is type(size) is int and end != _GPT2_END and not -1 <= end < size]
+    return [f"eos_token_id is {shown(end)}, and the model has {shown(size)} tokens" for end in unknown]
 
 
 def read_end(tree: Mapping[str, Any]) -> Fields:

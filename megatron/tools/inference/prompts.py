@@ -1,6 +1,5 @@
 """Reading and tokenizing prompts, and stopping criteria. Does not import torch."""
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.common.errors import ConfigError, UserError, counted
-from megatron.common.reading import LARGEST, read_text
+from megatron.common.reading import LARGEST, parse_json, read_text
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.template import ChatPrompts
 from megatron.tools.chat.tokens import tokenize_marked
@@ -163,8 +162,8 @@ def tokenized(
 
 def _from_json(location: str, line: str) -> tuple[str, dict[str, Any]]:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = parse_json(line)
+    except ValueError as error:
         raise ConfigError(f'{location}: not JSON ({error}); write {{"prompt": "..."}} on each line') from None
     text = next((record[key] for key in KEYS if key in record), None) if isinstance(record, dict) else None
     if not isinstance(text, str):

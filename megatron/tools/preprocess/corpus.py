@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.common.errors import ConfigError, DataError, one_line
-from megatron.common.reading import LARGEST, LARGEST_LINE, check_regular
+from megatron.common.errors import ConfigError, DataError
+from megatron.common.reading import LARGEST, LARGEST_LINE, check_regular, unique_keys
 from megatron.tools.preprocess.file_lines import FORMATS_BY_ENDING, MOST_EXPANDED, file_lines, format_of, uncompressed
 
 Row = tuple[bytes | None, ...]
@@ -184,21 +184,13 @@ def json_object(where: str, line: bytes) -> dict[str, Any] | None:
     if not text.strip():
         return None
     try:
-        document = json.loads(text, object_pairs_hook=_object)
+        document = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON: {error.msg}, at column {error.colno}") from error
     except (RecursionError, ValueError) as error:
         raise DataError(f"{where}: JSON that cannot be read: {error}") from error
     if not isinstance(document, dict):
         raise DataError(f"{where}: a JSON {_json_type(document)}, where an object is needed")
-    return document
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a repeated key, of whose values all but the last would be lost."""
-    if len(document := dict(pairs)) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f'the key "{one_line(max(keys, key=keys.count))[:40]}" occurs twice in an object')
     return document
 
 

@@ -5,7 +5,6 @@ images as bytes or as the ``datasets`` library's struct of bytes and path, and M
 images are sequences with a nonzero mode.
 """
 
-import json
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -54,7 +53,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def _read_json(path: Path) -> Iterator[Record]:
-    records = json.loads(read_bytes(path))
+    records = parse_json(read_bytes(path))
     if not isinstance(records, list):
         raise ValueError("a list of objects is expected")
     return (Record(f"{path}: object {number}", record) for number, record in enumerate(records, start=1))

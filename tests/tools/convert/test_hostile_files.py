@@ -144,6 +144,21 @@ def test_a_configuration_is_utf_8(tmp_path: Path, encoding: str):
         read_huggingface(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "key"),
+    [
+        ("config.json", json.dumps(GPT2)[:-1] + ', "n_head": 4}', "n_head"),
+        ("config.json", json.dumps(GPT2)[:-1] + ', "x": {"y": 1, "y": 1}}', "y"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}', "a"),
+    ],
+)
+def test_a_repeated_key_is_refused(tmp_path: Path, file: str, text: str, key: str):
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    (tmp_path / file).write_text(text)
+    with pytest.raises(CheckpointError, match=f'{file} is not JSON .the key "{key}" occurs twice in an object'):
+        read_huggingface(tmp_path)
+
+
 def test_a_tokenizer_of_gigabytes_is_not_copied(tmp_path: Path):
     with open(tmp_path / "tokenizer_config.json", "wb") as file:
         file.truncate(4 << 30)
@@ -196,6 +211,17 @@ LLAVA = {
 }
 T5 = {"model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "vocab_size": 64}
 WRONG: list[tuple[dict, dict, str]] = [
+    (GPT2, {"eos_token_id": 10}, "eos_token_id is 10, and the model has 10 tokens"),
+    (QWEN, {"eos_token_id": [2, 1 << 40]}, "eos_token_id is 1099511627776, and the model has 8 tokens"),
+    (T5, {"eos_token_id": -2}, "eos_token_id is -2, and the model has 64 tokens"),
+    (QWEN, {"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0: must be more than 0"),
+    (GPT2, {"layer_norm_epsilon": 0}, "layer_norm_epsilon is 0: must be more than 0"),
+    (QWEN, {"rope_theta": 1e400}, "rope_theta is inf: "),
+    (
+        LLAVA,
+        {"text_config": LLAVA["text_config"] | {"rms_norm_eps": 0.0}},
+        "text_config: rms_norm_eps is 0.0: must be more than 0",
+    ),
     (
         GPT2,
         {"model_type": "bert"},
@@ -217,7 +243,7 @@ WRONG: list[tuple[dict, dict, str]] = [
     (QWEN, {"use_sliding_window": True, "max_window_layers": 0}, "use_sliding_window is true, and only Mi"),
     (QWEN, {"layer_types": ["sliding_attention"]}, "layer_types is ['sliding_attention'], and only full_attention"),
     (QWEN, {"layer_types": "full_attention"}, "layer_types is 'full_attention', and only full_attention"),
-    (QWEN, {"rope_theta": 10**400}, "rotary_base is 1000"),
+    (QWEN, {"rope_theta": 10**400}, "rope_theta is 1000"),
     (GPT2, {"num_attention_heads": 4}, "num_attention_heads is 4, and n_head, the same setting, is 2"),
     (T5, {"num_heads": 8, "num_attention_heads": 4}, "num_attention_heads is 4, and num_heads, the same setting, is 8"),
     (MIXTRAL, {"num_experts": 2}, "num_experts is 2, and num_local_experts, the same setting, is 4"),
