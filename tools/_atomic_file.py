@@ -98,8 +98,12 @@ def atomic_path(path: Path, flag: str) -> Iterator[Path]:
 
 
 def check_vacant(path: Path, flag: str) -> None:
-    """Raises ConfigError if ``path`` exists and is not an empty folder, or if it is in a checkpoint."""
+    """Raises ConfigError if ``path`` exists and is not an empty folder that can be replaced, or is in a checkpoint."""
     _check_outside(path, flag)
+    if path.is_symlink() and path.is_dir():
+        raise ConfigError(f"{flag} {path} is a link, which would be replaced; name a folder in {path.resolve()}")
+    if os.path.ismount(path):
+        raise ConfigError(f"{flag} {path} is where a file system is mounted; name a folder in it")
     if path.is_dir() and not any(path.iterdir()) or not os.path.lexists(path):
         if problem := folder_problem(f"{flag} {path}:", path.parent):
             raise ConfigError(problem)

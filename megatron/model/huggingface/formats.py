@@ -134,8 +134,8 @@ def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: i
         values["vocab_size"] = vocab_size or values["vocab_size"]
     values["padded_vocab_size"] = values["vocab_size"]
     values |= form.derive(values)
-    names = _OTHER_NAMES | {field: name for field, (name, _) in {**form.sizes, **form.numbers}.items()}
-    if problems := field_problems(ModelConfig, values, names=names):
+    theirs = _OTHER_NAMES | {field: name for field, (name, _) in {**form.sizes, **form.numbers}.items()}
+    if problems := field_problems(ModelConfig, values, names=theirs):
         raise CheckpointError(f"{path}: {problem}" for problem in problems)
     return ModelConfig(**values)
 
