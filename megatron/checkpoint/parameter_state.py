@@ -216,10 +216,14 @@ class SavedStates:
         return _state(file, weights, self.files.base_optimizer(file), number, of)
 
     def _group_of(self, name: str, stage: int) -> tuple[int, Shapes]:
-        """(number, shapes) of the parameter group with a parameter."""
-        found = next((number, group) for number, group in enumerate(self.files.groups(stage)) if name in group)
-        self._recorded(name, self.files.model(stage * self.layout.model_parallel_size), found[1])
-        return found
+        """(number, shapes) of the parameter group with a parameter, in the order of the model unless round-robin."""
+        number, group = next((number, group) for number, group in enumerate(self.files.groups(stage)) if name in group)
+        self._recorded(name, file := self.files.model(stage * self.layout.model_parallel_size), group)
+        reorders = self.saved.config.get("zero", {}).get("zero_round_robin_gradients", False)
+        for found, expected in zip(group, (own for own in self.specs if own in group), strict=True):
+            if found != expected and not reorders:
+                raise wrong(file.path, f"a parameter of group {number}", found, expected)
+        return number, group
 
     def _stored_shape(self, name: str) -> torch.Size:
         """The shape of a tensor-parallel rank's shard of a parameter, with all experts."""

@@ -5,6 +5,7 @@ read beyond the end of a moment that is smaller than its parameter.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import compress
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -197,12 +198,21 @@ def _check_optimizer(
     )
     if numbers not in (ours, [sum(ours, [])]):  # earlier versions saved Adagrad's groups as one
         raise wrong(place, "the numbers of the parameters in the groups", str(numbers), str(ours))
-    steps = {
-        check_state(place, f"state[{number}]", numbered_state(base, number), tensors[number].shape, updates)
-        for group in numbers
-        for number in group
-    }
+    steps = set()
+    for number in sum(numbers, []):
+        state = numbered_state(base, number)
+        steps.add(check_state(place, f"state[{number}]", state, tensors[number].shape, updates))
+        for key, value in state.items():
+            # Optimizer kernels use the strides of the weight.
+            if isinstance(value, Tensor) and value.shape == tensors[number].shape:
+                _check_strides(place, f"state[{number}].{key}", value, tensors[number])
     return {step: place for step in steps if step is not None}
+
+
+def _check_strides(place: Path, name: str, found: Tensor, expected: Tensor) -> None:
+    strides = [[*compress(tensor.stride(), (size > 1 for size in tensor.shape))] for tensor in (found, expected)]
+    if strides[0] != strides[1]:
+        raise wrong(place, name, f"of strides {strides[0]}", f"of {strides[1]}")
 
 
 def _check_weights(place: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -77,6 +77,15 @@ def scale_nan(scaler: Any) -> Any:
     return scaler
 
 
+def exchanged(shapes: Any) -> Any:
+    """The names of two parameters of one shape exchanged."""
+    names = {
+        "2.attention.dense.weight": "3.attention.dense.weight",
+        "3.attention.dense.weight": "2.attention.dense.weight",
+    }
+    return [{names.get(name, name): shape for name, shape in group.items()} for group in shapes]
+
+
 STATE = "optimizer/state/0"
 BASE = "optimizer_state_dict/base_optimizer_state"
 CASES: dict[str, list[tuple[str, Change | str, str]]] = {
@@ -85,6 +94,7 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (RANK, put(f"{STATE}/exp_avg_sq", with_element(-1)), r"state\[0\].exp_avg_sq is from -1 on"),
         (RANK, put(f"{STATE}/exp_avg", with_element(math.nan)), r"state\[0\].exp_avg is from nan to nan"),
         (RANK, put(f"{STATE}/exp_avg", lambda t: t.half()), r"state\[0\].exp_avg is float16"),
+        (RANK, put(f"{STATE}/exp_avg", lambda t: t.t().contiguous().t()), r"state\[0\].exp_avg is of strides \[1, "),
         (RANK, put(f"{STATE}/exp_avg", None), r"the state of state\[0\] is exp_avg_sq, step"),
         (RANK, put(STATE, None), r"the state of state\[0\] is empty"),
         *(
@@ -264,6 +274,7 @@ RESHARDED: list[tuple[str, str, Change, str]] = [
     ("tp2 pp2 zero1", RANK, put("lr_scheduler/num_iters", lambda _: 1), "num_iters is 1, and should be 3"),
     ("dp2 zero3", ZERO, put("optimizer_state_dict/loss_scaler", scale_nan), "the loss scale is nan"),
     ("dp2 zero3", RANK_AT_ZERO3, put("skipped_steps", lambda _: 1), "num_iters is 3, and should be 2"),
+    ("dp1", RANK, put("param_shapes", exchanged), "is 3.attention.dense.weight, and should be 2.att"),
 ]
 NUMBERS: list[tuple[str, str, Change, str]] = [
     (
@@ -448,3 +459,11 @@ def test_a_description_that_does_not_fit_is_refused(saved_on, tmp_path: Path) ->
         with pytest.raises(CheckpointError, match=text) as caught:
             tag_at(tag)
         assert str(caught.value).startswith(str(tag / "run.json"))
+
+
+def test_the_order_of_parameters_is_compared_for_another_layout(saved_on, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved_on("dp2 zero3"), tmp_path / "saved")
+    shutil.rmtree(folder / "global_step3_universal", ignore_errors=True)
+    file = sealed(folder, RANK_AT_ZERO3, put("param_shapes", exchanged))
+    with pytest.raises(CheckpointError, match=f"{file}: .* is 3.attention.dense.weight, and should be 2.attention"):
+        cached_universal(newest(folder))

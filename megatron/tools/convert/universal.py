@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron.checkpoint.across_ranks import check_states
@@ -25,8 +24,9 @@ from megatron.checkpoint.parameter_state import SavedStates, State, in_memory
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import model_file, optimizer_file
 from megatron.checkpoint.schema import Updates, check_counts, check_loss_scale, check_state
+from megatron.checkpoint.tensor_files import write_file
 from megatron.checkpoint.tracker import UNIVERSAL
-from megatron.common.errors import ResourceError, first_line
+from megatron.common.errors import ResourceError
 from megatron.common.files import UNFINISHED, signals_raised, sync, sync_folder
 from megatron.common.reading import read_bytes
 from megatron.model.spec import ParameterSpec
@@ -95,12 +95,9 @@ def convert(saved: SavedRun, target: Path) -> None:
             if target.exists():
                 shutil.rmtree(target)
             temporary.rename(target)
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
-            raise  # torch's writer raises a RuntimeError that names inline_container if the disk is full
-        reason = getattr(error, "strerror", None) or first_line(error)
+    except OSError as error:
         raise ResourceError(
-            f"{target}: cannot be written ({reason}); {saved.path} has to be converted: "
+            f"{target}: cannot be written ({error.strerror}); {saved.path} has to be converted: "
             "free disk space or grant write permission there, or copy the checkpoint elsewhere"
         ) from error
 
@@ -124,9 +121,9 @@ def _write(saved: SavedRun, folder: Path) -> None:
         shared = states.files.read(file := model_file(saved.path, saved.layout, 0))
         check_counts(file, shared, saved, progress=shared["lr_scheduler"] is not None)
         common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
-        torch.save(common, folder / SHARED_FILE)
+        write_file(folder / SHARED_FILE, common)
         if saved.has_optimizer:
-            torch.save(_optimizer(states, shared, state.get("step")), folder / OPTIMIZER_FILE)
+            write_file(folder / OPTIMIZER_FILE, _optimizer(states, shared, state.get("step")))
     (folder / SOURCE_FILE).write_text(source)
 
 
@@ -136,7 +133,7 @@ def _write_parameter(folder: Path, spec: ParameterSpec, state: State) -> None:
     entries |= {"vocab_tensor": True} if spec.is_vocabulary else {}
     for key, value in state.items():
         is_tensor = isinstance(value, Tensor) and value.dim()
-        torch.save({"param": value.float(), **entries} if is_tensor else value, folder / f"{key}.pt")
+        write_file(folder / f"{key}.pt", {"param": value.float(), **entries} if is_tensor else value)
 
 
 def _optimizer(states: SavedStates, shared: dict[str, Any], step: Any) -> dict[str, Any]:
