@@ -1,6 +1,7 @@
 """The universal format: the same from every layout, and the same as DeepSpeed's own."""
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,10 @@ from support.universal_folders import read_state
 
 from megatron.checkpoint.commit import remove_unfinished
 from megatron.checkpoint.tracker import newest
-from megatron.common.errors import ResourceError
+from megatron.common.errors import CheckpointError, ResourceError
 from megatron.tools.convert import universal
+from megatron.tools.convert.inspection import find
+from megatron.tools.convert.load_and_save import read_model
 from megatron.tools.convert.universal import cached_universal, convert
 
 MOMENTS = ("fp32", "exp_avg", "exp_avg_sq")
@@ -154,6 +157,31 @@ def test_the_tool_converts_once(programs: Programs, saved_on):
     assert (folder / "latest_universal").read_text() == "global_step3_universal"
     (place / "run.json").touch()
     assert "global_step3_universal: converted from" in programs.warm(1, *tool, folder).ok().output
+
+
+def _lose_a_weight(file: Path) -> None:
+    shutil.rmtree(file.parent)
+
+
+def _flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    place = content.index(b"PK\x03\x04", content.index(b"data/0")) - 200  # in the record of the tensor
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("spoil", [_lose_a_weight, _flip_a_bit])
+def test_a_damaged_universal_checkpoint_is_refused_and_converted_again(saved_on, tmp_path: Path, spoil: Callable):
+    folder = shutil.copytree(saved_on("dp1"), tmp_path / "copy")
+    universal, _ = cached_universal(newest(folder))
+    whole = read_model(find(universal)).weights
+    name = next(name for name in whole if name.endswith("query_key_value.weight"))
+    spoil(universal / "zero" / name / "fp32.pt")
+    with pytest.raises(CheckpointError, match=name):
+        read_model(find(universal))
+    assert cached_universal(newest(folder)) == (universal, True)
+    assert read_model(find(universal)).weights[name].equal(whole[name])
+    assert cached_universal(newest(folder)) == (universal, False)
 
 
 def test_a_folder_that_cannot_be_written(saved_on, tmp_path: Path):

@@ -135,13 +135,17 @@ def test_merged_weights_are_those_of_the_layout(
             "is a folder of checkpoints, and from-hf accepts a Hugging Face folder (with config.json)",
             2,
         ),
+        ("merge {trained} --output {link}", "link is a link, which would be replaced; name a folder in /", 2),
+        ("merge {trained} --output /proc", "/proc is where a file system is mounted; name a folder in it", 2),
         ("merge {trained} --output {trained}/global_step3/m.safetensors", "is a checkpoint, and is refused with", 2),
     ],
 )
 def test_a_mistake_is_one_line_before_torch(
     trained: Path, foreign: Path, tmp_path: Path, words: str, message: str, code: int
 ):
-    words = words.format(trained=trained, foreign=foreign, out=tmp_path / "out")
+    (empty := tmp_path / "empty").mkdir()
+    (link := tmp_path / "link").symlink_to(empty)
+    words = words.format(trained=trained, foreign=foreign, link=link, out=tmp_path / "out")
     found, (line,) = refusal(tmp_path, words, program=TOOL, command=())
     assert found == code and message in line
 

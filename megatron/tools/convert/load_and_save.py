@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,8 @@ from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.run_file import SavedRun, describe
 from megatron.checkpoint.saved_layout import model_file
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_file
-from megatron.common.errors import CheckpointError, shown
+from megatron.common.errors import CheckpointError, first_line, shown
+from megatron.common.reading import check_archive
 from megatron.common.tokenizer_files import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.config import CheckpointConfig, DataConfig, RunConfig
 from megatron.model.architectures import architecture_of
@@ -128,9 +130,18 @@ def _universal_weights(path: Path) -> LazyTensors:
     files = {file.parent.name: file for file in (path / "zero").glob("*/fp32.pt")}
     if not files:
         raise CheckpointError(f"{path / 'zero'} holds no NAME/fp32.pt: the conversion was not finished")
+    for file in files.values():  # there is no manifest, and torch does not compare the checksums of records
+        _check_sums(file)
     number = {name: int(layer) if (layer := name.split(".")[0]).isdecimal() else -1 for name in files}
     names = sorted(files, key=lambda name: (number[name], name))
     return LazyTensors({name: _fp32(files[name]).to("meta") for name in names}, lambda name: _fp32(files[name]))
+
+
+def _check_sums(file: Path) -> None:
+    try:
+        check_archive(file, sums=True)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{file} is damaged ({first_line(error)}); convert the checkpoint again") from error
 
 
 def _fp32(file: Path) -> Tensor:

@@ -4,7 +4,7 @@
     FOLDER/zero/NAME/step.pt                               number of updates
     FOLDER/zero/optimizer_state.pt                         the optimizer's groups and loss scale
     FOLDER/mp_rank_00_model_states.pt                      schedule, iteration and other state that all ranks share
-    FOLDER/source.txt                                      a hash of the source files; written last
+    FOLDER/source.txt                                      hashes of the source files and of these; written last
 
 The word embedding (``vocab_tensor``) has no padding rows. At ZeRO 1 and 2 DeepSpeed itself reads such a folder
 ("checkpoint": {"load_universal": true}); at ZeRO 3 it does not pad the vocabulary again.
@@ -13,6 +13,7 @@ The word embedding (``vocab_tensor``) has no padding rows. At ZeRO 1 and 2 DeepS
 import hashlib
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def cached_universal(saved: SavedRun) -> tuple[Path, bool]:
     """
     target = saved.folder / f"{saved.tag}{UNIVERSAL}"
     try:
-        is_current = read_bytes(target / SOURCE_FILE).decode() == _source_hash(saved)
+        is_current = read_bytes(target / SOURCE_FILE).decode() == _record(saved.path, target)
     except (OSError, UnicodeDecodeError):
         is_current = False
     if not is_current:
@@ -102,16 +103,23 @@ def convert(saved: SavedRun, target: Path) -> None:
         ) from error
 
 
-def _source_hash(saved: SavedRun) -> str:
+def _record(source: Path, target: Path) -> str:
+    """The content of ``SOURCE_FILE``: a hash of the files in ``source``, and one of those converted from them."""
+    converted = [file for file in target.rglob("*") if file.is_file() and file.name != SOURCE_FILE]
+    return f"{_hash(source, [*source.iterdir()])}\n{_hash(target, converted)}\n"
+
+
+def _hash(folder: Path, files: Iterable[Path]) -> str:
+    """A hash of the names, sizes and times of ``files`` in ``folder``."""
     digest = hashlib.sha256()
-    for file in sorted(saved.path.iterdir()):
+    for file in sorted(files):
         stat = file.stat()
-        digest.update(f"{file.name}\n{stat.st_size}\n{stat.st_mtime_ns}\n".encode())
+        digest.update(f"{file.relative_to(folder)}\n{stat.st_size}\n{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 
 def _write(saved: SavedRun, folder: Path) -> None:
-    source, states = _source_hash(saved), SavedStates(saved)
+    states = SavedStates(saved)
     check_states(states)
     with form_errors(saved.path):
         for name, spec in states.specs.items():
@@ -124,7 +132,7 @@ def _write(saved: SavedRun, folder: Path) -> None:
         write_file(folder / SHARED_FILE, common)
         if saved.has_optimizer:
             write_file(folder / OPTIMIZER_FILE, _optimizer(states, shared, state.get("step")))
-    (folder / SOURCE_FILE).write_text(source)
+    (folder / SOURCE_FILE).write_text(_record(saved.path, folder))
 
 
 def _write_parameter(folder: Path, spec: ParameterSpec, state: State) -> None:
