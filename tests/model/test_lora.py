@@ -3,8 +3,10 @@
 That they train alike on every layout is shown by tests/training/test_adapter_training.py.
 """
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import joined
-from megatron.common.errors import ConfigError
+from megatron.common.errors import ConfigError, ResourceError
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines.build import freeze
 from megatron.engines.containers import SequentialModel, sequential_model
@@ -107,6 +109,10 @@ def test_peft_computes_the_same(run_ranks, tmp_path: Path, targets: tuple[str, .
     for name, problem in problems.items():
         with pytest.raises(ConfigError, match=name + problem):
             write_peft(tmp_path / "none", FullModel(config, weights, None), str(tmp_path / name))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ResourceError, match="and the disk has 9 free"):
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9))
+        write_peft(tmp_path / "none", FullModel(config, weights, None), None)
+    assert not (tmp_path / "none").exists()
     loaded = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
     (ours,) = run_ranks(1, logits_of, config, weights)
     with torch.no_grad():

@@ -66,7 +66,7 @@ def config_of(shards: Shards, given: GivenModel) -> ModelConfig:
     return ModelConfig(
         num_attention_heads=heads,
         **_sizes_of_layers(shards, args, heads, columns),
-        normalization="LayerNorm" if "final_layernorm.bias" in first else "RMSNorm",
+        normalization=_normalization(shards),
         disable_bias_linear=not has_bias,
         add_qkv_bias=not has_bias and "layers.0.attention.query_key_value.bias" in first,
         qk_layernorm="layers.0.attention.q_layernorm.weight" in first,
@@ -93,19 +93,25 @@ def _arguments(shards: Shards) -> dict[str, Any]:
 def _check_given(shards: Shards, args: Mapping[str, Any], given: GivenModel) -> None:
     """Raise ConfigError if a given property is another than that in the files."""
     eps = args.get("norm_epsilon", args.get("layernorm_epsilon"))
+    table = "position_embeddings.weight" in shards.states[0]
+    length = len(tensor_of(shards, "position_embeddings.weight")) if table else args.get("max_position_embeddings")
     pairs = {
         "num-attention-heads": (given.heads, args.get("num_attention_heads")),
         "layernorm-epsilon": (given.layernorm_epsilon, eps),
         "rotary-base": (given.rotary_base, args.get("rotary_base")),
+        "max-position-embeddings": (given.max_position_embeddings, length),
     }
     problems = [
         f"--{flag} {value:g}: {shards.folder} has {saved:g}; leave the flag out"
         for flag, (value, saved) in pairs.items()
         if value is not None and saved is not None and value != saved
     ]
-    if given.position_embedding_type and "position_embeddings.weight" in shards.states[0]:
-        kind = given.position_embedding_type
-        problems.append(f"--position-embedding-type {kind}: {shards.folder} has a table of positions; leave it out")
+    rotations = {"position-embedding-type": given.position_embedding_type, "rotary-base": given.rotary_base}
+    problems += [
+        f"--{flag} {value}: {shards.folder} has a table of positions; leave it out"
+        for flag, value in rotations.items()
+        if table and value is not None and args.get(flag.replace("-", "_")) is None
+    ]
     if problems:
         raise ConfigError(problems)
 
@@ -162,6 +168,15 @@ def _heads_and_vocabulary(shards: Shards, args: Mapping[str, Any], given: GivenM
     return heads, vocab_size
 
 
+def _normalization(shards: Shards) -> str:
+    """The kind of the norms: only LayerNorm has biases. Raises CheckpointError if the saved kind is another."""
+    kind = "LayerNorm" if "final_layernorm.bias" in shards.states[0] else "RMSNorm"
+    saved = getattr(shards.args, "normalization", None) or kind
+    if str(saved).lower() != kind.lower():  # Megatron on DeepSpeed writes it in small letters
+        raise CheckpointError(f"{shards.folder} holds weights of {kind}, not of --normalization {saved!s:.40}")
+    return kind
+
+
 def _is_untied(shards: Shards, args: Mapping[str, Any]) -> bool:
     """Whether the output projection is not the word embedding: by the saved argument, else by comparing weights."""
     if HEAD not in shards.states[0]:
@@ -178,6 +193,9 @@ def _positions(shards: Shards, args: Mapping[str, Any], given: GivenModel) -> di
         if rotary or saved not in (None, "learned_absolute"):
             raise CheckpointError(f"{folder} has a table of positions besides other positions, which is not supported")
         rows = len(tensor_of(shards, "position_embeddings.weight"))
+        if (length := args.get("max_position_embeddings", rows)) != rows:
+            flag = "--max-position-embeddings"
+            raise CheckpointError(f"{folder} holds weights of {flag} {rows}, not of {flag} {length}")
         return {"position_embedding_type": "learned_absolute", "max_position_embeddings": rows}
     kind = given.position_embedding_type or ("rope" if rotary else saved)
     length = given.max_position_embeddings or args.get("max_position_embeddings") or args.get("seq_length")

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpoint.huggingface import divided
@@ -17,7 +16,7 @@ from megatron.config import ModelConfig
 from megatron.config.experts import LORA_TARGETS
 from megatron.model.huggingface import HF_CONFIG, read_config, source_shapes
 from megatron.model.huggingface.llama import family_of
-from megatron.tools.convert.full_model import FullModel
+from megatron.tools.convert.full_model import FullModel, check_space_for, write_tensors
 
 
 def merge_adapters(model: FullModel) -> FullModel:
@@ -35,7 +34,7 @@ def write_peft(folder: Path, model: FullModel, base: str | None) -> None:
 
     A fused layer is split into its matrices, which all get A, and the rows of B for their outputs; this computes the
     same. ``base`` is the name or the path of the Hugging Face model. Raises ConfigError if the model is not of the
-    Llama family, or if ``base`` is a folder of another model.
+    Llama family, or if ``base`` is a folder of another model; ResourceError if the disk has too little space.
     """
     plain = _without_adapters(model.config)
     family_of(plain)
@@ -61,8 +60,9 @@ def write_peft(folder: Path, model: FullModel, base: str | None) -> None:
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    check_space_for(tensors, folder)
     folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_tensors(tensors, folder / "adapter_model.safetensors", max_shard_size=None, metadata={})
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -394,9 +394,11 @@ def test_errors_of_a_checkpoint_are_reported(tmp_path: Path, fault: str):
         (3.0, {"hidden_size": 64}, "holds weights of --hidden-size 16, not of --hidden-size 64"),
         (3.0, {"kv_channels": 8}, "holds weights of --kv-channels 4, not of --kv-channels 8"),
         (3.0, {"hidden_dropout": math.nan}, "hidden_dropout is nan"),
+        (3.0, {"normalization": "RMSNorm"}, "holds weights of LayerNorm, not of --normalization RMSNorm"),
+        (3.0, {"max_position_embeddings": 16}, "of --max-position-embeddings 8, not of --max-position-embeddings 16"),
     ],
 )
-def test_what_is_saved_fits_the_weights(tmp_path: Path, version: float, args: dict[str, float], message: str):
+def test_what_is_saved_fits_the_weights(tmp_path: Path, version: float, args: dict, message: str):
     write_megatron_lm(tmp_path, 3.0, size=1, stages=1, **NEW)
     shards = replace(read_shards(tmp_path), version=version)
     vars(shards.args).update(args)
@@ -426,12 +428,14 @@ def test_missing_values_are_requested(tmp_path: Path, given: GivenModel, message
         (replace(SAID, rotary_base=500.0), "--rotary-base 500: .*iter_0000007 has 10000; leave the flag out"),
         (replace(SAID, layernorm_epsilon=1e-6), "--layernorm-epsilon 1e-06: .*iter_0000007 has 1e-05"),
         (replace(SAID, position_embedding_type="rope"), "--position-embedding-type rope: .* has a table of positions"),
+        (replace(SAID, max_position_embeddings=16), "--max-position-embeddings 16: .*iter_0000007 has 8; leave the"),
     ],
 )
 def test_flags_do_not_contradict_the_files(tmp_path: Path, given: GivenModel, message: str):
     write_megatron_lm(tmp_path, 3.0, size=1, stages=1, **NEW)
     shards = read_shards(tmp_path)
-    vars(shards.args).update(rotary_base=10000, norm_epsilon=1e-5)
+    vars(shards.args).update(rotary_base=10000, norm_epsilon=1e-5, normalization="layernorm")
+    assert full_model(shards, SAID).config.normalization == "LayerNorm"
     with pytest.raises(ConfigError, match=message):
         full_model(shards, given)
 
