@@ -94,7 +94,10 @@ class Checkpointer:
         self._in_flight: _Save | None = None
         self._failure: UserError | None = None
         engine.checkpoint_engine = self._files
-        if run.checkpoint.save:
+
+    def prepare(self) -> None:
+        """Make the folder of ``--save``, if it is given, with the settings of the run. Raises errors as ``save``."""
+        if self._run.checkpoint.save:
             on_rank_0(disk_errors(self._folder, "ds_config.json", 0)(self._prepare))
 
     def save(self, iteration: int, skipped_samples: Sequence[range] = ()) -> None:

@@ -158,6 +158,7 @@ def start_engine(
         engine = build_engine(run, layout, annealing_lr(run))
         checkpointer = Checkpointer(engine, run, log.info, saved, lock, settings)
         loaded = load_checkpoint(engine, run, layout, saved) if saved else load_weights(engine)
+        checkpointer.prepare()
     _log_start(run, layout, engine, saved, loaded, log)
     return engine, checkpointer, loaded
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.programs import read_metrics
 from support.training import pretrain
 from torch.nn import functional as F
@@ -180,3 +181,23 @@ def test_files_are_checked_before_training(folders, tmp_path: Path):
     shard.unlink()
     with pytest.raises(CheckpointError, match="names the file 'model-00002-of-"):
         check(run)
+
+
+def message_of_training(words: list[str]) -> str:
+    try:
+        pretrain(words)
+    except CheckpointError as error:
+        return str(error)
+    raise AssertionError("it trained")
+
+
+def test_weights_that_are_refused_leave_nothing(run_ranks, folders, tmp_path: Path):
+    folder = shutil.copytree(folders["llama"], tmp_path / "hf")
+    (shard,) = folder.glob("model-00002-*")
+    content = load_file(shard)
+    next(iter(content.values()))[0] = torch.nan
+    save_file(content, shard, metadata={"format": "pt"})
+    words = [*RUN, "--load-hf", str(folder), "--save", str(tmp_path / "ck")]
+    (message,) = run_ranks(1, message_of_training, words)
+    assert str(shard) in message and "nan" in message
+    assert not (tmp_path / "ck").exists() or not any((tmp_path / "ck").iterdir())

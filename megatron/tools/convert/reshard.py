@@ -91,5 +91,6 @@ def reshard(saved: SavedRun, run: RunConfig) -> None:
             settings = settings_text(run)
             checkpointer = Checkpointer(engine, run, lambda _: None, saved, lock, settings=settings)
             loaded = load_checkpoint(engine, run, layout, saved)
+        checkpointer.prepare()
         checkpointer.save(loaded.iteration, saved.skipped_samples)
         checkpointer.finish()
