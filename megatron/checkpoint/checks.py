@@ -16,6 +16,7 @@ from megatron.common.errors import CheckpointError, first_line
 Shape = Sequence[int]
 _SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "sum", "variance", "row_var", "col_var")
 """Moments whose elements are never negative."""
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FORM = (LookupError, ArithmeticError, TypeError, AttributeError, ValueError, RuntimeError, StopIteration, EOFError)
 
 
@@ -89,7 +90,7 @@ def check_numbers(place: object, name: str, found: Tensor) -> None:
 def check_outline(place: object, name: str, found: Any, shape: Shape, dtype: torch.dtype | None = None) -> None:
     """Raise CheckpointError unless ``found``, a tensor or ``Stored``, has this shape and type (default: any float)."""
     type_found, shape_found = getattr(found, "dtype", None), getattr(found, "shape", None)
-    is_float = isinstance(type_found, torch.dtype) and type_found.is_floating_point
+    is_float = type_found in _FLOATS
     if (
         shape_found is None
         or tuple(shape_found) != tuple(shape)

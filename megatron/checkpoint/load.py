@@ -134,7 +134,9 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     """
     engine.settle()
     config, groups = run.checkpoint, [dict(group) for group in engine.optimizer.param_groups]
-    clipping = getattr(engine.optimizer, "clip_grad", None)
+    kept = {name: value for name, value in vars(engine.optimizer).items() if name in ("clip_grad", "loss_scaler")}
+    if getattr(engine.optimizer, "dynamic_loss_scale", False):
+        kept.pop("loss_scaler")
     remarks = [f"--override: {line}" for line in overridden_settings(saved, run)]
     optimizer, used = optimizer_name(engine.basic_optimizer), saved.description.get("optimizer")
     if used not in (None, optimizer) and not (config.finetune or config.no_load_optim):
@@ -146,8 +148,7 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     for group, current in zip(engine.optimizer.param_groups, groups, strict=True):
         # DeepSpeed has restored the saved settings; with --override those of the command line differ and are kept.
         group.update({name: value for name, value in current.items() if name not in ("params", "step")})
-    if clipping is not None:
-        engine.optimizer.clip_grad = clipping
+    vars(engine.optimizer).update(kept)
     # With ZeRO, DeepSpeed restores the optimizer's groups, with the saved learning rates, after the schedule.
     engine.lr_scheduler.apply()
     if config.finetune:

@@ -4,7 +4,7 @@ Hashes show that a file is unchanged, not that it holds the state of this model 
 read beyond the end of a moment that is smaller than its parameter.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import compress
 from math import inf
 from pathlib import Path
@@ -93,23 +93,29 @@ def check_numbering(place: Path, base: Mapping[str, Any], most: int) -> Steps:
     return {step: place for step in steps if step is not None}
 
 
-def check_loss_scale(place: object, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the loss scale in the state of an optimizer, if it has one, is a positive number."""
+def check_loss_scale(place: object, state: Mapping[str, Any]) -> float:
+    """The loss scale in the state of an optimizer, or 1. Raises CheckpointError unless it is a positive number."""
     if not isinstance(state, Mapping):
         raise wrong(place, "the state of the optimizer", outline(state), "a dict")
     source = vars(state["loss_scaler"]) if "loss_scaler" in state else state
     scale = source.get("cur_scale", 1)
     if not isinstance(scale, int | float) or not 0 < scale < inf:
         raise wrong(place, "the loss scale", str(scale), "a number above 0")
+    return scale
 
 
 def check_steps(*found: Steps) -> None:
     """Raise CheckpointError if parameters have different step counts."""
-    steps = {count: file for part in found for count, file in part.items()}
-    if len(counts := sorted(steps)) > 1:
-        file, other = steps[counts[0]], steps[counts[-1]]
-        places = f" here and in {other.name}" if file != other else ""
-        raise CheckpointError(f"{file}: the optimizer's step counts are {counts}{places}, and should be equal")
+    _check_equal("step counts", found)
+
+
+def _check_equal(what: str, found: Iterable[Mapping[Any, Path]]) -> None:
+    """Raise CheckpointError if numbers of an optimizer, each with a file that has it, differ."""
+    places = {number: file for part in found for number, file in part.items()}
+    if len(numbers := sorted(places)) > 1:
+        file, other = places[numbers[0]], places[numbers[-1]]
+        also = f" here and in {other.name}" if file != other else ""
+        raise CheckpointError(f"{file}: the optimizer's {what} are {numbers}{also}, and should be equal")
 
 
 def read_rank_files(
@@ -123,28 +129,36 @@ def read_rank_files(
     """
     contents: dict[str, Any] = {}
     moments = moment_names(engine.basic_optimizer) if has_spec else ()
+    sizes = {"mp_world_size": engine.mp_world_size}
+    if engine.zero_optimization():
+        sizes["dp_world_size"] = engine.dp_world_size
 
-    def read() -> Steps:
+    def read() -> tuple[Steps, dict[float, Path]]:
         steps: Steps = {}
+        scales: dict[float, Path] = {}
         applied = saved.iteration
         for file, weights, states in rank_files(engine, saved.path, optimizer=optimizer):
             with form_errors(path := existing_rank_file(file)):
                 contents[path.name] = found = engine.checkpoint_engine.load(str(path))
                 if "module" in found:
-                    applied = check_counts(path, found, saved, progress=progress, mp_world_size=engine.mp_world_size)
+                    applied = check_counts(path, found, saved, progress=progress, **sizes)
                     if progress:
                         engine.lr_scheduler.chosen(value_at(path, found, "lr_scheduler"))
                 for entry, expected in weights.items():
                     _check_weights(path, value_at(path, found, *filter(None, [entry])), expected)
+                updates = Updates(moments if applied else (), applied)
                 for entry, expected in states.items():
-                    updates = Updates(moments if applied else (), applied)
-                    steps |= _check_optimizer(
-                        path, value_at(path, found, entry), expected, base_tensors(engine), updates
-                    )
-        return steps
+                    scales[check_loss_scale(path, state := value_at(path, found, entry))] = path
+                    steps |= _check_optimizer(path, state, expected, base_tensors(engine), updates)
+        return steps, scales
+
+    def check(found: list[tuple[Steps, dict[float, Path]]]) -> None:
+        if has_spec:
+            check_steps(*(steps for steps, _ in found))
+        _check_equal("loss scales", [scales for _, scales in found])
 
     with optimizer_notified(engine):
-        gathered_on_rank_0(read, lambda found: check_steps(*found) if has_spec else None)
+        gathered_on_rank_0(read, check)
     return contents
 
 
@@ -179,7 +193,6 @@ def _check_optimizer(
     place: Path, found: Mapping[str, Any], expected: Mapping[str, Any], tensors: Sequence[Tensor], updates: Updates
 ) -> Steps:
     """Check the optimizer state ``found`` of ``tensors``. Returns its step counts."""
-    check_loss_scale(place, found)
     for key in expected.keys() & _SCALING:
         # At ZeRO 1 and 2 a checkpoint of an earlier version may lack it.
         if (key in found or "fp32_flat_groups" in expected) and type(found[key]) is not type(expected[key]):

@@ -132,6 +132,8 @@ def _unusual(value: Any) -> str | None:
         return None
     if value.layout != torch.strided or value.is_nested:
         return f"a {'nested' if value.is_nested else str(value.layout).removeprefix('torch.')} tensor, not a dense one"
+    if value.is_neg() or value.is_conj():
+        return f"a lazily {'negated' if value.is_neg() else 'conjugated'} view, not a tensor with its numbers"
     if value.is_quantized:
         return f"a quantized tensor of type {str(value.dtype).removeprefix('torch.')}, not one of floating point"
     if value.nbytes > (size := value.untyped_storage().nbytes()):

@@ -184,7 +184,8 @@ def _read_identity(path: Path) -> Mapping[str, Any] | None:
         record = None
     fields = (("tokenizer_type", str), ("hash", str), ("special_tokens", dict))
     if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in fields):
-        return record
+        if all(type(id) is int for id in record["special_tokens"].values()):
+            return record
     raise DataError(f"{path} does not name a tokenizer: {_REMEDY}")
 
 

@@ -27,7 +27,7 @@ from megatron.tools.convert.universal import cached_universal
 Change = Callable[[Any], Any]
 RANK, ZERO = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 RNG = "rng_state_00000.pt"
-RANK_AT_ZERO3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+RANK_AT_ZERO3, RANK_1_AT_ZERO3 = (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2))
 LAYER, LAYER_1 = "layer_03-model_00-model_states.pt", "layer_03-model_01-model_states.pt"
 ZERO_1 = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
 
@@ -86,6 +86,11 @@ def exchanged(shapes: Any) -> Any:
     return [{names.get(name, name): shape for name, shape in group.items()} for group in shapes]
 
 
+def scale_1024(scaler: Any) -> Any:
+    scaler.cur_scale = 1024.0
+    return scaler
+
+
 STATE = "optimizer/state/0"
 BASE = "optimizer_state_dict/base_optimizer_state"
 CASES: dict[str, list[tuple[str, Change | str, str]]] = {
@@ -104,6 +109,8 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (RANK, put(f"{STATE}/step", lambda _: True), r"state\[0\].step is True"),
         (RANK, put(f"{STATE}/step", lambda _: torch.tensor(True)), r"state\[0\].step is True"),
         (RANK, put(f"{STATE}/step", lambda _: torch.tensor(1.0)), r"step counts are \[1, 3\]"),
+        (RANK, put(f"{STATE}/exp_avg", lambda t: torch._neg_view(-t)), "exp_avg is a lazily negated view"),
+        (RANK, put("module/3.attention.dense.weight", lambda t: t.to(torch.float8_e4m3fn)), "weight is float8_e4m3fn"),
         (RANK, put("optimizer/param_groups", lambda g: g[::-1]), "numbers of the parameters in the groups"),
         (RANK, put("module/3.attention.dense.weight", lambda t: t.int()), "dense.weight is int32"),
         (RANK, put("module/3.attention.dense.weight", with_element(math.inf)), "dense.weight is from .* to inf"),
@@ -161,6 +168,7 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (ZERO, put(f"{BASE}/state/1/exp_avg_sq", with_element(-1)), r"state\[1\].exp_avg_sq is from -1 on"),
         (ZERO, put(f"{BASE}/state/1/step", lambda _: 1), r"step counts are \[1, 3\]"),
         (ZERO, put(f"{BASE}/state/1/exp_avg", lambda t: t.tolist()), "exp_avg is of type list"),
+        (ZERO_1, put("optimizer_state_dict/loss_scaler", scale_1024), r"loss scales are \[1.*, 1024.0\]"),
         (ZERO, put(f"{BASE}/param_groups", lambda _: []), "numbers of the parameters in the groups"),
         (
             ZERO,
@@ -178,6 +186,7 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         ),
         (ZERO, put("optimizer_state_dict/optimizer_state_dict/state/0/exp_avg_sq", with_element(-1)), "from -1 on"),
         (ZERO, put("optimizer_state_dict/loss_scaler", scale_nan), "the loss scale is nan"),
+        (RANK_1_AT_ZERO3, put("dp_world_size", lambda _: 5), "dp_world_size is 5, and should be 2"),
     ],
 }
 
@@ -202,7 +211,7 @@ def test_content_that_does_not_fit_is_refused(
     for case in zip(files, texts, *ranks, strict=False):
         file, text, *messages = case
         assert len(set(messages)) == 1, messages
-        assert str(file) in messages[0] or text in messages[0] or "step counts" in messages[0]
+        assert str(file) in messages[0] or text in messages[0] or "should be equal" in messages[0]
         assert re.search(text, messages[0]), (text, messages[0])
 
 
@@ -227,14 +236,20 @@ def messages_of_loading(words: list[str], folders: list[str], unchanged: bool = 
     return said
 
 
-def test_clipping_is_that_of_the_command_line(saved_on, run_ranks_once, programs: Programs) -> None:
-    """DeepSpeed takes that of the checkpoint."""
+def test_clipping_and_a_static_scale_are_those_of_the_command_line(
+    saved_on, run_ranks_once, programs: Programs, tmp_path: Path
+) -> None:
+    """DeepSpeed takes those of the checkpoint."""
     processes, flags = layout("tp2 pp2 zero1")
+    folder = shutil.copytree(saved_on("tp2 pp2 zero1"), tmp_path / "saved")
+    for rank in range(4):
+        name = f"zero_pp_rank_0_mp_rank_0{rank}_optim_states.pt"
+        sealed(folder, name, put("optimizer_state_dict/loss_scaler", scale_1024))
     words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, *flags.split(), "--override", "--clip-grad", "0.5"]
-    assert set(run_ranks_once(processes, clipping_after_loading, words, str(saved_on("tp2 pp2 zero1")))) == {0.5}
+    assert set(run_ranks_once(processes, settings_after_loading, words, str(folder))) == {(0.5, 1)}
 
 
-def clipping_after_loading(words: list[str], folder: str) -> float:
+def settings_after_loading(words: list[str], folder: str) -> tuple[float, float]:
     from megatron.checkpoint.load import load_checkpoint, select_checkpoint
     from megatron.cli import parse_run
     from megatron.training.preflight import check
@@ -242,7 +257,7 @@ def clipping_after_loading(words: list[str], folder: str) -> float:
     with started_engine(words) as (layout, engine):
         to_load = check(parse_run([*words, "--load", folder], os.environ))[0]
         load_checkpoint(engine, to_load, layout, select_checkpoint(to_load))
-        return engine.optimizer.clip_grad
+        return engine.optimizer.clip_grad, engine.optimizer.loss_scale
 
 
 MASTERS = "optimizer_state_dict/single_partition_of_fp32_groups"
@@ -295,7 +310,9 @@ NUMBERS: list[tuple[str, str, Change, str]] = [
 
 def test_it_is_not_read_for_another_layout(saved_on, run_ranks_once, programs: Programs, tmp_path: Path) -> None:
     """Neither converted nor loaded."""
-    changes = [case for case in CASES["tp2 pp2 zero1"] if case[0] in (ZERO, ZERO_1) and not isinstance(case[1], str)]
+    files_with_states = [case for case in CASES["tp2 pp2 zero1"] if case[0] in (ZERO, ZERO_1)]
+    # The loss scale is read from the first file.
+    changes = [case for case in files_with_states if not isinstance(case[1], str) and "scales" not in case[2]]
     spoilt = [*(("tp2 pp2 zero1", name, change, "") for name, change, _ in changes), *RESHARDED]
     folders, files = [], []
     for number, (saver, name, change, text) in enumerate(spoilt):

@@ -256,3 +256,10 @@ def test_inputs_may_be_folders_patterns_and_saved_data_sets(tmp_path: Path) -> N
         (saved / "state.json").write_text(f'{{"_data_files": [{wrong}]}}')
         with pytest.raises(DataError, match="state.json"):
             names("folder/saved")
+
+
+@pytest.mark.parametrize(("texts", "message"), [([], "no document in"), (["", " "], "no document has a token")])
+def test_an_input_without_tokens_is_refused(tmp_path: Path, convert: Callable, texts: list[str], message: str) -> None:
+    (tmp_path / "in.jsonl").write_bytes(jsonl(texts))
+    with pytest.raises(DataError, match=message):
+        convert(tmp_path / "in.jsonl")

@@ -13,7 +13,7 @@ from megatron.checkpoint.checks import check_numbers
 from megatron.checkpoint.files import check_disk_space
 from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, contents, files_with, no_floats
 from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of, read_file
-from megatron.common.errors import CheckpointError
+from megatron.common.errors import CheckpointError, shown
 from megatron.config import ModelConfig
 from megatron.model.architectures import architecture_of
 from megatron.tools.command_line import progress_bar
@@ -46,9 +46,12 @@ _LARGEST = 1 << 24
 
 def check_sizes(config: ModelConfig, count: int, source: str) -> None:
     """Raises CheckpointError if ``config`` cannot describe ``count`` tensors, before memory is allocated."""
-    sizes = tuple(getattr(config, name) for name in SIZES)
-    if config.num_layers > count or not all(type(size) is int and 0 < size <= _LARGEST for size in sizes):
-        raise CheckpointError(f"{source} holds {count} tensors, which cannot be the model of {sizes} that it describes")
+    sizes = {what: getattr(config, name) for name, what in SIZES.items()}
+    if config.num_layers > count or not all(type(size) is int and 0 < size <= _LARGEST for size in sizes.values()):
+        described = ", ".join(f"{shown(size)} {what}" for what, size in sizes.items())
+        raise CheckpointError(
+            f"{source} holds {count} tensors, which cannot be the model that it describes, of {described}"
+        )
 
 
 def without_padding(weights: Mapping[str, Tensor], config: ModelConfig) -> LazyTensors:

@@ -1,5 +1,6 @@
 """Detects the format of a checkpoint, and reads its metadata without reading weights. No torch here."""
 
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -51,7 +52,7 @@ def _is_safetensors(path: Path) -> bool:
 
 
 def _has(*names: str) -> Callable[[Path], bool]:
-    return lambda path: any((path / name).exists() for name in names)
+    return lambda path: any(os.path.lexists(path / name) for name in names)
 
 
 def _is_folder(path: Path) -> bool:

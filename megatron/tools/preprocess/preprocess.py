@@ -123,7 +123,12 @@ def _write(
                 for builder in builders.values():
                     builder.keeps = True
         if not summary.documents:
-            raise DataError(f"no document in {', '.join(map(str, job.inputs))}: nothing to write")
+            places = ", ".join(map(str, job.inputs))
+            if summary.empty:
+                raise DataError(
+                    f"{places}: no document has a token: their texts are empty, or the tokenizer removes them"
+                )
+            raise DataError(f"no document in {places}: nothing to write")
         _check_vocabulary(job, summary)
         for builder in builders.values():
             builder.finish()

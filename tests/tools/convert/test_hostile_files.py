@@ -17,7 +17,7 @@ from megatron.model.huggingface import shape_problems, source_shapes
 from megatron.model.huggingface import write_config as to_huggingface
 from megatron.tools.convert.full_model import read_tensors
 from megatron.tools.convert.huggingface_files import carried_files
-from megatron.tools.convert.inspection import FoundCheckpoint
+from megatron.tools.convert.inspection import FoundCheckpoint, find
 from megatron.tools.convert.load_and_save import read_huggingface, read_weights
 
 WHOLE = save({"a": torch.zeros(2), "b": torch.zeros(2)})
@@ -57,6 +57,7 @@ def test_a_hostile_header_is_refused(tmp_path: Path, content: bytes):
         ({"a": 7}, "names the file 7, which is not in the same folder"),
         ([], "has no weight_map"),
         ({"a": "model-1.safetensors", "c": "model-1.safetensors"}, "model-1.safetensors holds no c, which the index"),
+        ({"a": "model.safetensors.index.json"}, "index.json names 'model.safetensors.index.json' as a file with tens"),
         ({"a": "model-1.safetensors", "b": "model-2.safetensors"}, "model-2.safetensors holds a, and so does another"),
     ],
 )
@@ -134,6 +135,15 @@ def test_a_weight_that_is_not_finite_is_named_as_in_its_file(tmp_path: Path, fil
     save(weights(h__0__attn__c_attn__bias=torch.full((24,), torch.inf)), tmp_path / file)
     with pytest.raises(CheckpointError, match=rf"/{file}: h\.0\.attn\.c_attn\.bias is from inf"):
         list(read_huggingface(tmp_path).weights.values())
+
+
+@pytest.mark.parametrize("target", ["config.json", "nowhere"])
+def test_a_broken_link_is_named(tmp_path: Path, target: str):
+    save_file(weights(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").symlink_to(target)
+    assert find(tmp_path).kind == "huggingface"
+    with pytest.raises(CheckpointError, match="config.json: cannot be read"):
+        read_huggingface(tmp_path)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32-le"])
