@@ -107,7 +107,7 @@ def shards_of(index: Path) -> dict[Path, set[str]]:
     files: dict[Path, set[str]] = {}
     for tensor, name in names.items():
         file = index.parent / str(name)
-        if file.name != name or (file not in files and not os.path.isfile(file)):
+        if file.name != name or (file not in files and not os.path.lexists(file)):
             raise CheckpointError(f"{index} names the file {name!r}, which is not in the same folder")
         if file.suffix != index.with_suffix("").with_suffix("").suffix:
             raise CheckpointError(f"{index} names {name!r} as a file with tensors")

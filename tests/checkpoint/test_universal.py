@@ -14,7 +14,7 @@ from support.universal_folders import read_state
 
 from megatron.checkpoint.commit import remove_unfinished
 from megatron.checkpoint.tracker import newest
-from megatron.common.errors import CheckpointError, ResourceError
+from megatron.common.errors import CheckpointError, ConfigError, ResourceError
 from megatron.tools.convert import universal
 from megatron.tools.convert.inspection import find
 from megatron.tools.convert.load_and_save import read_model
@@ -182,6 +182,16 @@ def test_a_damaged_universal_checkpoint_is_refused_and_converted_again(saved_on,
     assert cached_universal(newest(folder)) == (universal, True)
     assert read_model(find(universal)).weights[name].equal(whole[name])
     assert cached_universal(newest(folder)) == (universal, False)
+
+
+def test_a_folder_of_something_else_is_not_replaced(saved_on, tmp_path: Path):
+    folder = shutil.copytree(saved_on("dp1"), tmp_path / "copy")
+    shutil.rmtree(target := folder / "global_step3_universal", ignore_errors=True)
+    target.mkdir()
+    (target / "mine").touch()
+    with pytest.raises(ConfigError, match=f"{target} exists, and is no universal checkpoint"):
+        cached_universal(newest(folder))
+    assert (target / "mine").exists()
 
 
 def test_a_folder_that_cannot_be_written(saved_on, tmp_path: Path):

@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -206,6 +209,24 @@ def test_reshard_keeps_every_bit(programs: Programs, copy: Path, tmp_path: Path)
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[key])), (name, key)
     wrong = programs.warm(1, TOOL, "reshard", copy, "--model-parallel-size", "3")
     assert wrong.returncode == 2 and "--num-attention-heads 4 is not a multiple" in wrong.output
+
+
+def test_ranks_of_a_killed_reshard_end(trained: Path, tmp_path: Path):
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, ROOT / TOOL, "reshard", trained / "global_step3", "--output", tmp_path / "out"]
+    tool = psutil.Popen([*map(str, command), "--model-parallel-size", "2"], env=environ)
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    wait_for(lambda: len(tool.children(recursive=True)) > 2)  # two helpers of multiprocessing, and a rank
+    children = tool.children(recursive=True)
+    tool.kill()
+    tool.wait()
+    wait_for(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children))
 
 
 @pytest.fixture

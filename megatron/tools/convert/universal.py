@@ -11,6 +11,7 @@ The word embedding (``vocab_tensor``) has no padding rows. At ZeRO 1 and 2 DeepS
 """
 
 import hashlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -27,7 +28,7 @@ from megatron.checkpoint.saved_layout import model_file, optimizer_file
 from megatron.checkpoint.schema import Updates, check_counts, check_loss_scale, check_state
 from megatron.checkpoint.tensor_files import write_file
 from megatron.checkpoint.tracker import UNIVERSAL
-from megatron.common.errors import ResourceError
+from megatron.common.errors import ConfigError, ResourceError
 from megatron.common.files import UNFINISHED, signals_raised, sync, sync_folder
 from megatron.common.reading import read_bytes
 from megatron.model.spec import ParameterSpec
@@ -66,7 +67,8 @@ _OPTIMIZER = (
 def cached_universal(saved: SavedRun) -> tuple[Path, bool]:
     """The universal checkpoint next to ``saved``, and whether it was converted now, as it was absent or outdated.
 
-    Only one process may call it. Raises CheckpointError if ``saved`` is damaged, ResourceError without disk space.
+    Only one process may call it. Raises CheckpointError if ``saved`` is damaged, ResourceError without disk space,
+    ConfigError if something else has that name.
     """
     target = saved.folder / f"{saved.tag}{UNIVERSAL}"
     try:
@@ -74,6 +76,8 @@ def cached_universal(saved: SavedRun) -> tuple[Path, bool]:
     except (OSError, UnicodeDecodeError):
         is_current = False
     if not is_current:
+        if os.path.lexists(target) and not (target / SOURCE_FILE).is_file():
+            raise ConfigError(f"{target} exists, and is no universal checkpoint of this suite: move it away")
         convert(saved, target)
     return target, not is_current
 

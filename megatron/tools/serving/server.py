@@ -203,6 +203,8 @@ async def _read_body(request: Request, most_bytes: int, seconds: float) -> bytes
         return await asyncio.wait_for(read(), seconds)
     except TimeoutError as error:
         raise RequestError(f"the body was not received within {seconds:g} s", status=408) from error
+    except asyncio.CancelledError as error:
+        raise RequestError("the server is shutting down", status=503, retry=True) from error
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[_T]) -> _T:

@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -165,8 +166,12 @@ def _environments(processes: int, environ: Mapping[str, str]) -> list[dict[str, 
 
 def _run_program(command: list[str], environ: dict[str, str], log: str, prepare: Preparation) -> None:
     """Run the program in this process, as one rank."""
-    die_with_parent()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, file_mode())
+    die_with_parent()  # of a fork this is the fork server, which lives as long as the forks
+    threading.Thread(target=_end_with_starter, daemon=True).start()
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, file_mode())
+    except OSError:  # the starter has ended, and removed the folder
+        raise SystemExit(1) from None
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.clear()
@@ -187,6 +192,12 @@ def _run_program(command: list[str], environ: dict[str, str], log: str, prepare:
     except BaseException:
         traceback.print_exc()
         raise SystemExit(1) from None
+
+
+def _end_with_starter() -> None:
+    if (starter := multiprocessing.parent_process()) is not None:
+        wait([starter.sentinel])
+        os._exit(1)
 
 
 def cause_in(log: Path, most: int = 15) -> str:

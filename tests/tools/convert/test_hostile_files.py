@@ -1,6 +1,7 @@
 """Files of weights that are broken, or made to do harm: refused by a line, before anything is made of them."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -135,6 +136,13 @@ def test_a_weight_that_is_not_finite_is_named_as_in_its_file(tmp_path: Path, fil
     save(weights(h__0__attn__c_attn__bias=torch.full((24,), torch.inf)), tmp_path / file)
     with pytest.raises(CheckpointError, match=rf"/{file}: h\.0\.attn\.c_attn\.bias is from inf"):
         list(read_huggingface(tmp_path).weights.values())
+
+
+def test_a_shard_that_is_a_fifo_is_named(tmp_path: Path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    os.mkfifo(tmp_path / "model-1.safetensors")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/model-1.safetensors .*a FIFO, not a file"):
+        read_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("target", ["config.json", "nowhere"])

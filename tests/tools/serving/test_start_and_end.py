@@ -37,6 +37,9 @@ def test_two_ranks_generate_the_same_and_exit_together(programs, endless, server
         last = two.open(prompt="Hello", max_tokens=190_000, stream=True)
         bits = events(last)
         next(bits)
+        half = socket.create_connection(("127.0.0.1", two.port))
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n")
+        half.sendall(b"Content-Length: 100\r\n\r\n{")
         place = {"RANK": "0", "MASTER_PORT": port}
         ranks = [one for one in psutil.process_iter() if place.items() <= environment_of(one).items()]
         first_rank = min(ranks, key=psutil.Process.create_time)  # the others are its own processes
@@ -44,6 +47,8 @@ def test_two_ranks_generate_the_same_and_exit_together(programs, endless, server
         *_, farewell = bits
         assert farewell["error"]["message"] == "the server is shutting down"
         assert two.process.wait(TIME_LIMIT) == 0, (tmp_path / "log").read_text()
+        half.close()
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
