@@ -104,15 +104,16 @@ def shards_of(index: Path) -> dict[Path, set[str]]:
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index} has no weight_map, which maps each tensor to its file")
-    files: dict[Path, set[str]] = {}
+    tensors: dict[str, set[str]] = {}
     for tensor, name in names.items():
-        file = index.parent / str(name)
-        if file.name != name or (file not in files and not os.path.lexists(file)):
+        tensors.setdefault(name if isinstance(name, str) else repr(name), set()).add(tensor)
+    for name in tensors:
+        file = index.parent / name
+        if file.name != name or not os.path.lexists(file):
             raise CheckpointError(f"{index} names the file {name!r}, which is not in the same folder")
         if file.suffix != index.with_suffix("").with_suffix("").suffix:
             raise CheckpointError(f"{index} names {name!r} as a file with tensors")
-        files.setdefault(file, set()).add(tensor)
-    return files
+    return {index.parent / name: held for name, held in tensors.items()}
 
 
 def broken(path: Path, error: Exception) -> CheckpointError:

@@ -208,7 +208,8 @@ def test_end_of_a_document(tmp_path: Path, encoder: tokenizers.Tokenizer, files:
 
 def test_broken_files(tmp_path: Path, encoder: tokenizers.Tokenizer) -> None:
     path = tmp_path / TOKENIZER_FILES[HUGGINGFACE][0]
-    for content in ("", "{}", encoder.to_str()[:900], '{"model": {"type": "New"}}', "[" * 100_000):
+    twice = f'{encoder.to_str()[:-1]}, "model": {{}}}}'
+    for content in ("", "{}", encoder.to_str()[:900], '{"model": {"type": "New"}}', "[" * 100_000, twice):
         path.write_text(content)
         with pytest.raises(DataError, match="tokenizer.json: not a tokenizer.json") as caught:
             build_tokenizer(HUGGINGFACE, str(path), None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.run_file import _contradictions
-from megatron.common.errors import ConfigError, DataError
+from megatron.common.errors import ConfigError, DataError, UserError
 from megatron.config.data import loss_mask_prefix
 from megatron.data.fingerprint import chat_template_file, common_chat_template
 from megatron.data.indexed_dataset import IndexedDataset
@@ -431,6 +431,15 @@ def test_the_lines_after_a_wrong_one_are_not_rendered(tmp_path: Path) -> None:
     chunk = Chunk(job.inputs[0], 1, [json.dumps(line).encode()] * 3, 0)
     assert [error.line for error in tokenize_chunk(job, chunk).errors] == [1]
     assert [error.line for error in tokenize_chunk(replace(job, skip_errors=True), chunk).errors] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_device_in_place_of_a_template_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=f"{tmp_path / name}: .*a device, not a file"):
+        chat_template(find_chat_template(None, tmp_path), build_tokenizer("NullTokenizer", None, None, vocab_size=9))
 
 
 def test_no_template_is_an_error(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Finds and reads chat templates: in files, folders of tokenizers, data sets and checkpoints."""
 
+import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -123,7 +124,7 @@ def find_chat_template(chosen: str | None, folder: Path, what: str = "--format m
             raise ConfigError(f"--chat-template {chosen}: no such file")
         return chosen
     for path in (folder / CHAT_TEMPLATE, folder / SETTINGS):
-        if path.is_file() and (path.suffix != ".json" or "chat_template" in _settings_in(path)):
+        if os.path.lexists(path) and (path.suffix != ".json" or "chat_template" in _settings_in(path)):
             return str(path)
     raise ConfigError(
         f"{what} needs a chat template, and {folder} has neither chat_template.jinja nor a {SETTINGS} with one: give "
@@ -133,12 +134,14 @@ def find_chat_template(chosen: str | None, folder: Path, what: str = "--format m
 
 def _settings_in(path: Path) -> dict[str, Any]:
     """The object in a file of settings of a tokenizer; empty if there is none."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
     try:
         config = read_json(path)
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error})") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
     return config if isinstance(config, dict) else {}
 
 

@@ -55,7 +55,7 @@ def test_a_hostile_header_is_refused(tmp_path: Path, content: bytes):
     ("weight_map", "message"),
     [
         ({"a": "../model-1.safetensors"}, "names the file '../model-1.safetensors', which is not in the same folder"),
-        ({"a": 7}, "names the file 7, which is not in the same folder"),
+        ({"a": 7}, "names the file '7', which is not in the same folder"),
         ([], "has no weight_map"),
         ({"a": "model-1.safetensors", "c": "model-1.safetensors"}, "model-1.safetensors holds no c, which the index"),
         ({"a": "model.safetensors.index.json"}, "index.json names 'model.safetensors.index.json' as a file with tens"),
