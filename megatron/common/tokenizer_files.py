@@ -52,7 +52,7 @@ def _has_files(kind: str, model: str) -> bool:
     """Whether ``model`` is a folder with the files of ``kind``, or by its name the single file of ``kind``."""
     if os.path.isfile(model):
         return kind in PUBLISHED and model.endswith(os.path.splitext(TOKENIZER_FILES[kind][0])[1])
-    return all(os.path.isfile(os.path.join(model, name)) for name in TOKENIZER_FILES[kind])
+    return all(os.path.lexists(os.path.join(model, name)) for name in TOKENIZER_FILES[kind])
 
 
 def used_merges(tokenizer_type: str, merge_file: str | None) -> str | None:
@@ -116,7 +116,7 @@ def check_tokenizer_folder(kind: str, model: str | None) -> None:
         problem = "a file" if os.path.exists(model) else "no such folder"
         download = "; no files are downloaded from the Hugging Face Hub" if kind in PUBLISHED else ""
         raise DataError(f"--tokenizer-model {model}: {problem}; name the folder with {' and '.join(names)}{download}")
-    if absent := [name for name in names if not os.path.isfile(os.path.join(model, name))]:
+    if absent := [name for name in names if not os.path.lexists(os.path.join(model, name))]:
         other = f"{kind} reads {' and '.join(names)}"
         if kind not in PUBLISHED and (published := [other for other in PUBLISHED if _has_files(other, model)]):
             name = TOKENIZER_FILES[published[0]][0]

@@ -1,6 +1,7 @@
 """Which files a tokenizer reads: two flags, one of them with the file beside it, or a folder."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from megatron.common.tokenizer_files import (
     tokenizer_kind,
 )
 from megatron.model.architectures import BERT, GPT2
+from megatron.tokenizer import build_tokenizer
 from megatron.tools.inference.source import TokenizerFiles
 from megatron.tools.planning.machine import DEVICES, Machine
 from megatron.tools.planning.request import make_request
@@ -85,6 +87,11 @@ def test_a_folder_without_the_files_is_refused(tmp_path: Path, monkeypatch: pyte
             with pytest.raises(DataError) as caught:
                 check()
             assert caught.value.messages == [f"--tokenizer-model {folder}: {problem}"]
+    os.mkfifo(tmp_path / "tokenizer.json")
+    assert tokenizer_kind(None, str(tmp_path)) == HUGGINGFACE
+    with pytest.raises(DataError, match=f"{tmp_path}/tokenizer.json: is no file"):
+        build_tokenizer(HUGGINGFACE, f"{tmp_path}/tokenizer.json", None)
+    (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").touch()
     with pytest.raises(DataError, match="no vocab.txt in it; its tokenizer.json is not what BertWordPieceCase reads"):
         check_tokenizer_folder("BertWordPieceCase", str(tmp_path))

@@ -72,7 +72,10 @@ def _build_template(
     known = special_tokens(tokenizer)
     others = {name: text for name, text in sources.items() if name != _DEFAULT}
     reserved = [text for text in known if text != MARK]
-    template = ChatTemplate(sources[_DEFAULT], special, reserved, others, tokenizer.respelled_token)
+    try:
+        template = ChatTemplate(sources[_DEFAULT], special, reserved, others, tokenizer.respelled_token)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
     for mark in template.marks:
         if mark not in known and ((ids := tokenizer.tokenize(mark)) == [tokenizer.unk] or len(ids) != 1):
             raise ConfigError(

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import from_json
 
 from megatron.common.errors import DataError, one_line
+from megatron.common.reading import parse_json
 from megatron.config import ModelConfig
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.template import ChatPrompts
@@ -195,7 +196,8 @@ def _request(fields: _SharedFields, max_tokens: int, limits: RequestLimits, **va
 
 def _fields(body: bytes, model: str, kind: type[_Fields]) -> _Fields:
     try:
-        given = from_json(body, allow_inf_nan=False)
+        from_json(body, allow_inf_nan=False)
+        given = parse_json(body)  # also for repeated keys
     except ValueError as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):

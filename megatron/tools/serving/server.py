@@ -131,6 +131,8 @@ def metrics_text(queue: RequestQueue) -> str:
 
 def _openai(service: Service, queue: RequestQueue) -> APIRouter:
     router = APIRouter()
+    # A template may take seconds. One thread, since it renders one conversation at a time.
+    reader = ThreadPoolExecutor(1, "reader")
     model = {"id": service.model, "object": "model", "created": service.created, "owned_by": "this server"}
 
     @router.get("/models")
@@ -162,7 +164,7 @@ def _openai(service: Service, queue: RequestQueue) -> APIRouter:
     ) -> Response:
         started = time.monotonic()
         body = await _read_body(request, service.most_body_bytes, min(_BODY_SECONDS, queue.seconds))
-        parsed = read(body)
+        parsed = await asyncio.get_running_loop().run_in_executor(reader, read, body)
         job = queue.submit(parsed, spent=time.monotonic() - started)
         response, pieces = kind(parsed, service.model, service.tokenizer), job.pieces()
         if not parsed.stream:

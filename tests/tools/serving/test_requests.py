@@ -42,6 +42,7 @@ def test_prompts_are_texts_or_tokens(prompt, prompts, texts):
     ("body", "param", "message"),
     [
         (b"{", None, "the body is not JSON: EOF"),
+        (b'{"prompt": "a", "prompt": "b"}', None, 'the body is not JSON: the key "prompt" occurs twice'),
         (b'{"prompt": "\xff"}', None, "the body is not JSON: invalid unicode"),
         (b"[" * 3000, None, "the body is not JSON: recursion limit"),
         ({}, "prompt", "prompt is missing"),

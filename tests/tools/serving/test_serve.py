@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -79,6 +80,16 @@ def test_openai_client_is_compatible(server):
         with pytest.raises(openai.AuthenticationError) as caught:
             client.with_options(api_key="guessed").models.list()
         assert (caught.value.code, caught.value.type) == ("invalid_api_key", "invalid_request_error")
+
+
+def test_a_slow_template_holds_up_nobody_else(server):
+    body = json.dumps({"messages": [{"role": "user", "content": "slow"}], "max_tokens": 1}).encode()
+    answers = 0
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(lambda: server.request("POST", "/v1/chat/completions", body).status)
+        while not slow.done():
+            answers += server.request("GET", "/health").status == 200
+    assert slow.result() == 400 and answers > 10
 
 
 def test_openai_client_chats(server):
