@@ -4,10 +4,10 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
 
 from megatron.checkpoint.manifest import MANIFEST
@@ -66,6 +66,25 @@ def check_not_read(path: Path | None, flag: str, run: RunConfig) -> None:
     files = [*filter(None, tokenizer), *(name + ending for name in names for ending in _DATA_SET)]
     if os.path.realpath(path) in map(os.path.realpath, files):
         raise ConfigError(_AN_INPUT.format(flag=flag, path=path))
+
+
+def write_texts(texts: Mapping[Path, str], flag: str) -> None:
+    """Replace files of one folder by ``texts``; none if one of them cannot be written. Raises as ``atomic_file``."""
+    folder = next(iter(texts)).parent
+    for path in texts:
+        _check_outside(path, flag)
+        check_unread(path, flag)
+        if path.is_dir():
+            raise ConfigError(f"{flag}: {path} is a folder; name another place")
+    with _os_errors(folder, flag):
+        folder.mkdir(parents=True, exist_ok=True)
+        with signals_raised(), TemporaryDirectory(UNFINISHED, ".", folder, ignore_cleanup_errors=True) as name:
+            for path, text in texts.items():
+                with replace_file(Path(name) / path.name, text=True) as file:
+                    file.write(text)
+            for path in texts:
+                (Path(name) / path.name).replace(path)
+        sync_folder(folder)
 
 
 def write_json(path: Path | None, content: Any) -> None:

@@ -3,11 +3,10 @@
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import _project_root  # noqa: F401
-from _atomic_file import atomic_file
+from _atomic_file import write_texts
 
 from megatron.common.errors import DataError, counted
 from megatron.common.tokenizer_files import GPT2_BPE
@@ -33,9 +32,7 @@ def main() -> None:
         raise DataError(
             f"{', '.join(map(str, args.input))}: no text to train on; name files with text, and its --json-keys"
         )
-    with ExitStack() as stack:
-        for name, text in vocabulary.files().items():
-            stack.enter_context(atomic_file(args.output_dir / name, "--output-dir")).write(text)
+    write_texts({args.output_dir / name: text for name, text in vocabulary.files().items()}, "--output-dir")
     tokens = vocabulary.tokens
     too_few = f" (the text yields no more; {args.vocab_size} were requested)"
     short = "" if len(tokens) == args.vocab_size else too_few

@@ -128,6 +128,7 @@ def _of_waiting(engine: Any, run: RunConfig, rounds: int) -> list[Quantity]:
         return Checkpointer(engine, replace(run, checkpoint=checkpoint), lambda text: None)
 
     now, behind = checkpointer(), checkpointer(async_save=True)
+    now.prepare()
     with_snapshots = replace(run, checkpoint=replace(run.checkpoint, snapshot_interval=1, keep_last=1))
     snapshots = Snapshots(now, with_snapshots, lambda text: None)
     savers = {"--snapshot-interval": snapshots, "": now, "--async-save": behind}

@@ -10,7 +10,6 @@ import torch
 from support.command_lines import parse
 from support.programs import read_metrics
 
-from megatron.checkpoint import tensor_files
 from megatron.checkpoint.run_file import SavedRun, describe
 from megatron.checkpoint.stored import StoredFile
 from megatron.checkpoint.tensor_files import LazyTensors
@@ -134,11 +133,7 @@ def test_a_name_is_looked_for_without_reading() -> None:
     assert "a" in tensors and "b" not in tensors and len(tensors) == 1
 
 
-@pytest.mark.parametrize("places_are_known", [True, False])
-def test_parts_of_a_file_are_found(tmp_path, monkeypatch, places_are_known: bool):
-    """In every supported version of torch; the older ones need fake tensors."""
-    if not places_are_known:
-        monkeypatch.setattr(tensor_files, "_places_are_known", lambda: False)
+def test_parts_of_a_file_are_found(tmp_path):
     numbers = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
     content = {"rows": numbers[1:], "trained": torch.nn.Parameter(numbers + 1), "shape": numbers.shape}
     torch.save(content, tmp_path / "file.pt")

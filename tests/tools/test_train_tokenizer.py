@@ -2,11 +2,14 @@
 
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
+from support.refusals import ROOT
 
 from megatron.tokenizer import build_tokenizer
 
@@ -97,3 +100,14 @@ def test_an_output_that_is_the_input_leaves_all_files_as_they_are(train: Callabl
 def test_bad_flags_are_one_line(train: Callable, corpus: Path, tmp_path: Path, words: str, expected: str):
     result = train("--input", corpus, "--output-dir", tmp_path / "out", *words.split())
     assert result.returncode == 2 and expected in result.stderr.splitlines()[-1]
+
+
+def test_files_of_a_tokenizer_are_replaced_together(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("one two three\n" * 50)
+    words = ["--input", str(tmp_path / "in.txt"), "--output-dir", str(tmp_path / "out"), "--vocab-size"]
+    tool = [sys.executable, "-B", str(ROOT / "tools/train_tokenizer.py"), *words]
+    subprocess.run([*tool, "270"], check=True, capture_output=True)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    limited = subprocess.run(["bash", "-c", 'ulimit -f 2; "$@"', "bash", *tool, "280"], capture_output=True, text=True)
+    assert limited.returncode == 7 and "ulimit -f" in limited.stderr
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
