@@ -351,11 +351,25 @@ def test_numbers_are_checked_as_they_are_read(saved_on, run_ranks_once, programs
         assert re.match(f"{file}: {text}", message), message
 
 
-def test_the_shape_of_a_moment_is_compared_for_another_layout(saved_on, tmp_path: Path) -> None:
-    folder = shutil.copytree(saved_on("dp1"), tmp_path / "saved")
+@pytest.mark.parametrize(
+    ("saver", "name", "change", "text"),
+    [
+        ("dp1", RANK, put(f"{STATE}/exp_avg", lambda t: t.t().contiguous()), r"exp_avg is float32 \[\d+, \d+\]"),
+        (
+            "dp2 zero3",
+            RANK_AT_ZERO3,
+            put("param_shapes", exchanged),
+            "is 3.attention.dense.weight, and should be 2.att",
+        ),
+    ],
+)
+def test_shapes_and_order_are_compared_for_another_layout(
+    saved_on, tmp_path: Path, saver: str, name: str, change: Change, text: str
+) -> None:
+    folder = shutil.copytree(saved_on(saver), tmp_path / "saved")
     shutil.rmtree(folder / "global_step3_universal", ignore_errors=True)
-    file = sealed(folder, RANK, put(f"{STATE}/exp_avg", lambda t: t.t().contiguous()))
-    with pytest.raises(CheckpointError, match=rf"{file}: .*exp_avg is float32 \[\d+, \d+\]"):
+    file = sealed(folder, name, change)
+    with pytest.raises(CheckpointError, match=f"{file}: .*{text}"):
         cached_universal(newest(folder))
 
 
@@ -476,11 +490,3 @@ def test_a_description_that_does_not_fit_is_refused(saved_on, tmp_path: Path) ->
         with pytest.raises(CheckpointError, match=text) as caught:
             tag_at(tag)
         assert str(caught.value).startswith(str(tag / "run.json"))
-
-
-def test_the_order_of_parameters_is_compared_for_another_layout(saved_on, tmp_path: Path) -> None:
-    folder = shutil.copytree(saved_on("dp2 zero3"), tmp_path / "saved")
-    shutil.rmtree(folder / "global_step3_universal", ignore_errors=True)
-    file = sealed(folder, RANK_AT_ZERO3, put("param_shapes", exchanged))
-    with pytest.raises(CheckpointError, match=f"{file}: .* is 3.attention.dense.weight, and should be 2.attention"):
-        cached_universal(newest(folder))
