@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
 
 from megatron.common.errors import DataError, one_line
 from megatron.common.reading import parse_json
@@ -71,8 +70,6 @@ _TYPE_MESSAGES = {
 
 _Ids = Annotated[list[int], Field(min_length=1)]
 _Stop = Annotated[str, Field(min_length=1)]
-
-
 _LEAST_TEMPERATURE = 1e-6
 
 
@@ -196,14 +193,14 @@ def _request(fields: _SharedFields, max_tokens: int, limits: RequestLimits, **va
 
 def _fields(body: bytes, model: str, kind: type[_Fields]) -> _Fields:
     try:
-        from_json(body, allow_inf_nan=False)
-        given = parse_json(body)  # also for repeated keys
+        given = parse_json(body, parse_constant=_refused)
     except ValueError as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):
         raise RequestError("the body is not a JSON object")
     # In OpenAI's API, null is the same as an absent field.
-    given = {name: value for name, value in given.items() if value is not None and value != _NEUTRAL.get(name)}
+    named = {one_line(name): value for name, value in given.items()}  # a name may have half of a surrogate pair
+    given = {name: value for name, value in named.items() if value is not None and value != _NEUTRAL.get(name)}
     try:
         fields = kind.model_validate(given)
     except ValidationError as error:
@@ -211,7 +208,7 @@ def _fields(body: bytes, model: str, kind: type[_Fields]) -> _Fields:
         name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
             api = "completions" if kind is _CompletionBody else "chat completions"
-            raise RequestError(f"{one_line(name)} is not a field of this server's {api}", param=name) from error
+            raise RequestError(f"{name} is not a field of this server's {api}", param=name) from error
         if first["type"] == "missing":
             raise RequestError(f"{name} is missing", param=name) from error
         raise RequestError(
@@ -225,6 +222,10 @@ def _fields(body: bytes, model: str, kind: type[_Fields]) -> _Fields:
             code="model_not_found",
         )
     return fields
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no value of JSON")
 
 
 def _prompts(

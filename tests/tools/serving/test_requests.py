@@ -41,10 +41,13 @@ def test_prompts_are_texts_or_tokens(prompt, prompts, texts):
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        (b"{", None, "the body is not JSON: EOF"),
+        (b"{", None, "the body is not JSON: "),
+        (b'{"prompt": "a", "user": NaN}', None, "the body is not JSON: NaN"),
+        (b'{"prompt": "a\\ud800"}', "prompt", "prompt: character 1 of the text is U+D800"),
+        (b'{"prompt": "a", "\\ud800": 1}', "\\ud800", "\\ud800 is not a field"),
         (b'{"prompt": "a", "prompt": "b"}', None, 'the body is not JSON: the key "prompt" occurs twice'),
-        (b'{"prompt": "\xff"}', None, "the body is not JSON: invalid unicode"),
-        (b"[" * 3000, None, "the body is not JSON: recursion limit"),
+        (b'{"prompt": "\xff"}', None, "the body is not JSON: "),
+        (b"[" * 3000, None, "the body is not JSON: nested too deep"),
         ({}, "prompt", "prompt is missing"),
         ({"prompt": [1, "a"]}, "prompt", "prompt must be text"),
         ({"prompt": [77]}, "prompt", "prompt: token 77 is not in the vocabulary"),
