@@ -4,22 +4,28 @@ i inputs, o outputs (both unsharded), t tensor-parallel size
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.ops.choices import runs_in_fp8
 from megatron.ops.fp8 import Fp8LinearKernel
-from megatron.ops.linear import linear_kernel
+from megatron.ops.linear import LinearKernel, linear_kernel
 from megatron.ops.norm import choose_norm
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim
 from megatron.parallel.tensor.chunks import BY_RANK, CHUNKS
-from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, WeightInit, sharded_norm
+from megatron.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    LinearOptions,
+    RowParallelLinear,
+    WeightInit,
+    sharded_norm,
+)
 from megatron.parallel.tensor.lora import LowRank, ParallelAdapter
 from megatron.parallel.tensor.mappings import largest_of_ranks
 
@@ -41,51 +47,46 @@ def residual_weight(config: ModelConfig, name: str) -> WeightInit:
 
 def column_parallel(
     config: ModelConfig, layout: ParallelLayout, name: str, inputs: int, outputs: int, *,
-    has_bias: bool | None = None, parts: int = 1, **options: Any,
+    has_bias: bool | None = None, parts: int = 1, activation: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> ColumnParallelLinear:  # fmt: skip
     """Column-parallel layer ``name``, such as ``layers.1.mlp.dense_h_to_4h``: [.., i] -> [.., parts x o/t]."""
-    options |= _options(config, layout, weight(config, name), inputs, outputs, is_column_parallel=True, parts=parts)
-    has_bias = config.linear_bias if has_bias is None else has_bias
-    return ColumnParallelLinear(inputs, outputs, has_bias=has_bias, parts=parts, **options)
+    init, has_bias = weight(config, name), config.linear_bias if has_bias is None else has_bias
+    options = _options(config, layout, init, inputs, outputs, is_column_parallel=True, parts=parts)
+    return ColumnParallelLinear(
+        inputs, outputs, init=init, has_bias=has_bias, parts=parts, activation=activation, **options
+    )
 
 
 def row_parallel(
     config: ModelConfig, layout: ParallelLayout, name: str, inputs: int, outputs: int
 ) -> RowParallelLinear:
     """Row-parallel layer ``name``, a projection to the residual stream: [.., i/t] -> [.., o]."""
-    options = _options(config, layout, residual_weight(config, name), inputs, outputs, is_column_parallel=False)
-    return RowParallelLinear(inputs, outputs, has_bias=config.linear_bias, **options)
+    init = residual_weight(config, name)
+    options = _options(config, layout, init, inputs, outputs, is_column_parallel=False)
+    return RowParallelLinear(inputs, outputs, init=init, has_bias=config.linear_bias, **options)
 
 
 def _options(
     config: ModelConfig, layout: ParallelLayout, init: WeightInit, inputs: int, outputs: int, *,
     is_column_parallel: bool, parts: int = 1,
-) -> dict[str, Any]:  # fmt: skip
-    """Arguments of a linear layer of these unsharded sizes: group, initialization, adapter (or None) and kernel."""
-    options: dict[str, Any] = {"group": layout.tensor_group, "sequence_dim": sequence_parallel_dim(config, layout)}
-    options["init"], lora = init, None
+) -> LinearOptions:  # fmt: skip
+    """Arguments of a linear layer of these unsharded sizes: group, adapter (or None), bf16 or FP8, and overlap."""
+    group, sequence_dim, lora = layout.tensor_group, sequence_parallel_dim(config, layout), None
     if init.name.rpartition(".")[2] in config.adapted:
-        settings = LowRank(config.lora_rank, config.lora_alpha / config.lora_rank, config.lora_dropout)
         lora = ParallelAdapter(
-            inputs, outputs, is_column_parallel=is_column_parallel, settings=settings, parts=parts, **options
-        )
-    matmul = _matmul(config, layout, inputs, parts * outputs, is_column_parallel=is_column_parallel)
-    return {**options, "lora": lora, **matmul}
-
-
-def _matmul(
-    config: ModelConfig, layout: ParallelLayout, inputs: int, outputs: int, *, is_column_parallel: bool
-) -> dict[str, Any]:
-    """Keyword arguments ``kernel`` and ``chunks`` of a linear layer of these unsharded sizes: bf16 or FP8, overlap."""
-    t = layout.tensor_group.size()
-    if not runs_in_fp8(config, inputs, outputs, (1, t) if is_column_parallel else (t, 1)):
-        return {"kernel": linear_kernel(config), "chunks": layout.forward_chunks}
-    share = partial(largest_of_ranks, group=layout.tensor_group)
-    kernel = partial(Fp8LinearKernel, config, share, is_column_parallel=is_column_parallel)
-    chunks = CHUNKS if layout.forward_chunks == BY_RANK else layout.forward_chunks
-    if config.fp8_recipe == "tensorwise" and not is_column_parallel:
-        chunks = 1  # the all-reduce of the input's FP8 scale would wait for the previous chunk
-    return {"kernel": kernel, "chunks": chunks}
+            inputs, outputs, is_column_parallel=is_column_parallel, parts=parts, group=group, init=init,
+            settings=LowRank(config.lora_rank, config.lora_alpha / config.lora_rank, config.lora_dropout),
+            sequence_dim=sequence_dim,
+        )  # fmt: skip
+    t, chunks = group.size(), layout.forward_chunks
+    kernel: Callable[[], LinearKernel] = linear_kernel(config)
+    if runs_in_fp8(config, inputs, parts * outputs, (1, t) if is_column_parallel else (t, 1)):
+        share = partial(largest_of_ranks, group=group)
+        kernel = partial(Fp8LinearKernel, config, share, is_column_parallel=is_column_parallel)
+        chunks = CHUNKS if chunks == BY_RANK else chunks
+        if config.fp8_recipe == "tensorwise" and not is_column_parallel:
+            chunks = 1  # the all-reduce of the input's FP8 scale would wait for the previous chunk
+    return {"group": group, "sequence_dim": sequence_dim, "lora": lora, "kernel": kernel, "chunks": chunks}
 
 
 def hidden_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:

@@ -9,7 +9,7 @@ Between layers every rank has full hidden states or, with ``sequence_dim``, a sh
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,16 @@ def sharded_norm(norm: nn.Module, group: ProcessGroup) -> nn.Module:
     return norm
 
 
+class LinearOptions(TypedDict, total=False):
+    """Arguments that all linear layers have; see ``_ParallelLinear``."""
+
+    group: Required[ProcessGroup]
+    sequence_dim: int | None
+    lora: nn.Module | None
+    kernel: Callable[[], LinearKernel]
+    chunks: int
+
+
 class _ParallelLinear(DeferringModule):
     """Base class of linear layers whose weight is sharded over ``group``.
 
@@ -136,8 +146,10 @@ class _ParallelLinear(DeferringModule):
         self.kernel, self.chunks = kernel(), chunks
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, sums_outputs: bool = False) -> Tensor:
-        options: dict[str, Any] = {"kernel": self.kernel, "deferred": self.deferred, "chunks": self.chunks}
-        return linear(x, weight, bias, self.group, self.sequence_dim, sums_outputs=sums_outputs, **options)
+        kernel, deferred, chunks, dim = self.kernel, self.deferred, self.chunks, self.sequence_dim
+        return linear(
+            x, weight, bias, self.group, dim, kernel=kernel, deferred=deferred, sums_outputs=sums_outputs, chunks=chunks
+        )
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -156,7 +168,7 @@ class ColumnParallelLinear(_ParallelLinear):
         has_bias: bool = True,
         parts: int = 1,
         activation: Callable[[Tensor, Tensor], Tensor] | None = None,
-        **options: Any,
+        **options: Unpack[LinearOptions],
     ):
         super().__init__(**options)
         self.activation = activation
@@ -178,7 +190,10 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """Row-parallel linear layer, y = x W^T + b with W sharded along the inputs: [.., i/t] -> [.., o]."""
 
-    def __init__(self, input_size: int, output_size: int, *, init: WeightInit, has_bias: bool = True, **options: Any):
+    def __init__(
+        self, input_size: int, output_size: int, *,
+        init: WeightInit, has_bias: bool = True, **options: Unpack[LinearOptions],
+    ):  # fmt: skip
         super().__init__(**options)
         self.weight = sharded_parameter(init.draw((output_size, input_size)), dim=1, group=self.group)
         self.bias = nn.Parameter(torch.zeros(output_size)) if has_bias else None
