@@ -17,8 +17,7 @@ from megatron.common.errors import ConfigError, one_line
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
-
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 _POINTER = b"version https://git-lfs."
 _read = set[str]()
@@ -30,8 +29,16 @@ def was_read(path: Path) -> bool:
 
 
 def regular(path: str, flags: int) -> int:
-    """An ``opener`` for ``open`` that raises OSError for FIFOs, which would block, devices, and Git LFS pointers."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    """An ``opener`` for ``open`` that raises OSError for what is no regular file, and for Git LFS pointers.
+
+    It does not wait, as for the writer of a FIFO.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise OSError(errno.EINVAL, "a socket or a device, not a file", path) from None
     _read.add(os.path.realpath(path))
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     problem = f"{_KINDS[kind]}, not a file" if kind in _KINDS else None

@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,25 +57,26 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 
 
+_ZEROS = "/dev/zero"
+
+
 @pytest.mark.parametrize("name", READERS)
-def test_a_fifo_or_a_device_is_refused_and_never_waited_for(
+def test_a_fifo_a_socket_or_a_device_is_refused_and_never_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(file_lines, "PATIENCE_FOR_WRITER", 0.01)
-    os.mkfifo(fifo := tmp_path / name)
-    for target in (None, "/dev/zero"):
-        if target:
-            fifo.unlink()
-            fifo.symlink_to(target)
+    for make in (os.mkfifo, lambda path: os.mknod(path, stat.S_IFSOCK | 0o600), lambda path: path.symlink_to(_ZEROS)):
+        make(path := tmp_path / name)
         signal.alarm(60)  # a process that opens a FIFO would wait for ever
         try:
             with pytest.raises(UserError) as caught:
-                READERS[name](fifo)
+                READERS[name](path)
         finally:
             signal.alarm(0)
         (line,) = caught.value.messages
         assert str(tmp_path) in line
         assert "no such" not in line.lower()
+        path.unlink()
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -249,6 +250,12 @@ def test_inputs_may_be_folders_patterns_and_saved_data_sets(tmp_path: Path) -> N
     assert "notes.md" in names("folder", "document")
     with pytest.raises(DataError, match="no such file"):
         names("*.parquet")
+    for make in (os.mkfifo, lambda path: path.symlink_to("nowhere")):
+        make(other := tmp_path / "folder" / "c.jsonl")
+        for place in ("folder", "folder/*.jsonl"):
+            with pytest.raises(DataError, match=str(other)):
+                names(place)
+        other.unlink()
     (tmp_path / "folder" / "dataset_dict.json").touch()
     with pytest.raises(DataError, match="holds the data sets saved: name one of them, such as .*folder/saved"):
         names("folder")

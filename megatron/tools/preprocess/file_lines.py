@@ -88,10 +88,9 @@ PATIENCE, PATIENCE_FOR_WRITER = 60.0, 5.0
 
 def regular_or_pipe(path: str, flags: int) -> int:
     """An ``opener`` for files and pipes, such as bash's ``<(…)``. Raises OSError as ``regular``, and for idle pipes."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+    if not stat.S_ISFIFO(os.stat(path).st_mode):
         return regular(path, flags)
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     if not poll.poll(PATIENCE_FOR_WRITER * 1000):

@@ -1,7 +1,7 @@
 """Flags for input files, their formats and images, and expansion of ``--input`` into files."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,7 @@ _PARTS = "dataset_dict.json"
 
 def _expand(path: Path, kind: str | None) -> list[Path]:
     if not path.is_dir():
-        return (
-            [path]
-            if path.exists()
-            else sorted(file for file in map(Path, glob(str(path), recursive=True)) if file.is_file())
-        )
+        return [path] if path.exists() else _files(path, map(Path, glob(str(path), recursive=True)))
     if (path / _STATE).is_file():
         try:
             files = [path / Path(part["filename"]).name for part in read_json(path / _STATE)["_data_files"]]
@@ -84,10 +80,21 @@ def _expand(path: Path, kind: str | None) -> list[Path]:
         return files
     if (path / _PARTS).is_file() and (parts := sorted(file.parent.name for file in path.glob(f"*/{_STATE}"))):
         raise DataError(f"{path} holds the data sets {', '.join(parts)}: name one of them, such as {path / parts[-1]}")
-    visible = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    visible = (file for file in path.rglob("*") if not file.name.startswith("."))
     names = {None: tuple(FORMATS_BY_ENDING), IMAGES: tuple(READERS)}.get(kind)
     supported = (file for file in visible if names is None or uncompressed(file).suffix in names)
-    return sorted(file for file in supported if file.name not in (_STATE, "dataset_info.json", _PARTS))
+    return _files(path, (file for file in supported if file.name not in (_STATE, "dataset_info.json", _PARTS)))
+
+
+def _files(place: Path, found: Iterable[Path]) -> list[Path]:
+    """All of ``found`` but the folders, sorted. Raises DataError for each that is no file, which would be left out."""
+    files = sorted(path for path in found if not path.is_dir())
+    if others := [file for file in files if not file.is_file()]:
+        raise DataError(
+            f"--input {place}: {file} is a FIFO, a socket, a device or a broken link: remove it, or name the files"
+            for file in others
+        )
+    return files
 
 
 def text_size(paths: Sequence[Path], kind: str | None) -> int | None:
