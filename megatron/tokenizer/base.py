@@ -92,8 +92,8 @@ class Tokenizer(ABC):
 
 
 @contextmanager
-def library_errors(task: str = "encode this text") -> Iterator[None]:
-    """Convert exceptions and panics of the library ``tokenizers`` during ``task`` to DataError."""
+def library_errors(path: str, task: str = "encode this text") -> Iterator[None]:
+    """Convert exceptions and panics of the library ``tokenizers`` during ``task`` by the file ``path`` to DataError."""
     os.environ["RUST_BACKTRACE"] = "0"  # the backtrace of a panic takes seconds
     try:
         with buffered_stderr():
@@ -102,20 +102,21 @@ def library_errors(task: str = "encode this text") -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         problem = f"{type(error).__name__}: {first_line(error)}"
-        raise DataError(f"the tokenizer cannot {task} ({problem}); use the files of another one") from None
+        raise DataError(f"the tokenizer cannot {task} ({problem}); use another one than {path}") from None
 
 
 class RustTokenizer(Tokenizer):
     """A tokenizer of the library ``tokenizers``.
 
-    Its ``encoder`` must not recognize special tokens in texts; it is None if a subclass overrides ``_encoder``.
+    Its ``encoder``, of the file ``path``, must not recognize special tokens in texts; it is None if a subclass
+    overrides ``_encoder``.
     """
 
-    def __init__(self, encoder: tokenizers.Tokenizer | None, vocab_size: int) -> None:
-        self._eager_encoder, self.vocab_size = encoder, vocab_size
+    def __init__(self, encoder: tokenizers.Tokenizer | None, vocab_size: int, path: str) -> None:
+        self._eager_encoder, self.vocab_size, self.path = encoder, vocab_size, path
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        with library_errors():
+        with library_errors(self.path):
             encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -124,13 +125,13 @@ class RustTokenizer(Tokenizer):
         check_texts(texts)
         self._encoder.encode_special_tokens = False
         try:
-            with library_errors():
+            with library_errors(self.path):
                 return self._encoder.encode_batch(list(texts), add_special_tokens=False)
         finally:
             self._encoder.encode_special_tokens = True
 
     def _decode(self, ids: list[int]) -> str:
-        with library_errors("decode these tokens"):
+        with library_errors(self.path, "decode these tokens"):
             return self._encoder.decode(ids, skip_special_tokens=False)
 
     @property

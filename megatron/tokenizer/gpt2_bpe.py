@@ -63,7 +63,7 @@ class GPT2BPETokenizer(RustTokenizer):
         vocab_path, merge_path = require_files("GPT2BPETokenizer", files)
         vocabulary = read_byte_vocabulary(vocab_path)
         merges = read_merges(merge_path, vocabulary)
-        super().__init__(None, len(vocabulary))
+        super().__init__(None, len(vocabulary), vocab_path)
         self.eod = vocabulary[EOD]
         self._model = vocabulary, merges
 

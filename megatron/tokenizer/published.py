@@ -64,15 +64,15 @@ class HuggingFaceTokenizer(RustTokenizer):
             encoder.model.dropout = None
         self.pieces = encoder.get_vocab(with_added_tokens=True)
         added = encoder.get_added_tokens_decoder()
-        self._normalized = _normalized_tokens(encoder) if encoder.normalizer else []
+        self._normalized = _normalized_tokens(self.path, encoder) if encoder.normalizer else []
         self.special_tokens = {token.content: id for id, token in sorted(added.items()) if token.special}
         size = max(self.pieces.values(), default=-1) + 1
         if size > _MOST_TOKENS:
             raise DataError(f"{self.path}: a token has the id {size - 1}, and no vocabulary has {_MOST_TOKENS} tokens")
-        super().__init__(encoder, checked_size(self.path, size, vocab_size))
+        super().__init__(encoder, checked_size(self.path, size, vocab_size), self.path)
         self.tokens = size
         self.bos = self._special("bos", configs, None)
-        with suppress(DataError, IndexError), library_errors():  # an error of this text, not of the tokenizer
+        with suppress(DataError, IndexError), library_errors(self.path):  # an error of this text, not of the tokenizer
             self.adds_bos = encoder.encode("a").ids[0] == self.bos
         eod = self._special("eos", configs, eod_token)
         if eod is None:
@@ -89,7 +89,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         case; None without one."""
         if not (names := [name for name in self._normalized if name in tokens]):
             return None
-        with library_errors():
+        with library_errors(self.path):
             normalize = self._encoder.normalizer.normalize_str
             whole = normalize(text)
             return next((name for name in names if any(map(whole.__contains__, {normalize(name), name} - {""}))), None)
@@ -135,11 +135,11 @@ class HuggingFaceTokenizer(RustTokenizer):
         return self.pieces[token]
 
 
-def _normalized_tokens(encoder: tokenizers.Tokenizer) -> list[str]:
+def _normalized_tokens(path: str, encoder: tokenizers.Tokenizer) -> list[str]:
     """The added tokens that are read in normalized texts; others are special, and no word of the model."""
     added = encoder.get_added_tokens_decoder()
     words: set[int] = set()
-    with suppress(DataError), library_errors():  # an error of these texts, not of the tokenizer
+    with suppress(DataError), library_errors(path):  # an error of these texts, not of the tokenizer
         encodings = encoder.encode_batch([token.content for token in added.values()], add_special_tokens=False)
         words = {id for id, encoding in zip(added, encodings, strict=True) if id in encoding.ids}
     return [token.content for id, token in added.items() if token.normalized or (token.special and id in words)]
@@ -172,14 +172,18 @@ def _read_encoder(path: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
         return encoder
 
     def try_out() -> None:
-        parse_json(text)  # the library takes the last one of a repeated key
+        try:
+            parse_json(text)  # the library takes the last one of a repeated key
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{error}; is the file complete?") from None
         _encode_samples(encoder := make())
         if encoder.normalizer:
             _check_normalizer(encoder.normalizer)
 
     # A broken file may make the library panic or abort the process: try it in a child process first.
     if failure := failure_in_child(try_out, seconds=_SECONDS, most_bytes=_MEMORY):
-        raise DataError(f"{path}: not a tokenizer.json ({failure}); is the file complete?")
+        version = tokenizers.__version__
+        raise DataError(f"{path}: not a tokenizer.json that tokenizers {version} reads ({failure}); use another one")
     encoder = make()
     added = config.get("added_tokens_decoder") or {}
     try:

@@ -52,7 +52,7 @@ class WordPieceTokenizer(RustTokenizer):
         encoder.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         encoder.decoder = decoders.WordPiece(prefix=CONTINUES)
         self.extra = ["[BOS]", "[EOS]", *(f"<extra_id_{n}>" for n in range(extra_ids))] if extra_ids else []
-        super().__init__(encoder, len(pieces) + len(self.extra))
+        super().__init__(encoder, len(pieces) + len(self.extra), path)
         self.pad, self.cls, self.sep, self.mask = (pieces[token] for token in (PAD, CLS, SEP, MASK))
         self.eod, self.unk = self.sep, pieces[_UNKNOWN]
         names = [*pieces, *self.extra]
