@@ -90,6 +90,10 @@ def _show_crashes(environ: Mapping[str, str]) -> None:
     faulthandler.enable(output)
 
 
+_SIGNALS = {signal.strsignal(number): number.name for number in signal.Signals}
+"""Descriptions of signals, which faulthandler prints, to their names."""
+
+
 def _report_crash(reader: int) -> NoReturn:
     """Print what comes out of a pipe when its other end has been closed, and then an error; nothing if it is empty."""
     try:
@@ -99,7 +103,8 @@ def _report_crash(reader: int) -> NoReturn:
         if stack:
             kind = stack.partition("\n")[0].removeprefix("Fatal Python error: ")
             print(stack, file=sys.stderr, flush=True)
-            print_error(f"a library has crashed ({kind}), where the stack above says")
+            ended = f"ended by {_SIGNALS.get(kind, kind)}"
+            print_error(f"{ended}: a library has crashed where the stack above says, or the signal was sent")
     finally:
         os._exit(0)
 
@@ -223,7 +228,7 @@ def explanation(error: Exception) -> UserError | None:
     if (limit := failure_of_host(error)) is not None:
         return ResourceError(limit)
     if crash := _WORKER_CRASH.search(str(error)):
-        return LaunchError(f"a worker of the DataLoader has crashed ({crash[1]})")
+        return LaunchError(f"a worker of the DataLoader has crashed, or was sent a signal ({crash[1]})")
     late = "a collective did not end within --distributed-timeout-minutes" if is_timeout(error) else None
     reason = late or failure_of_nccl(error)
     return None if reason is None else LaunchError(reason)
