@@ -171,7 +171,9 @@ def test_a_model_of_another_shape_is_refused_in_lines() -> None:
         ("bos_token_id", "x"),
         ("pad_token_id", [True]),
         ("torch_dtype", 7),
+        ("torch_dtype", "banana"),
         ("dtype", ["float32"]),
+        ("dtype", "int8"),
     ],
 )
 def test_a_setting_that_is_not_taken_over_is_refused(key: str, value: Any) -> None:

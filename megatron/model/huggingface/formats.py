@@ -39,8 +39,9 @@ _SWITCHES = (
 )
 """Boolean settings of all formats."""
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_TEXTS = ("torch_dtype", "dtype")
 """Settings that are only kept, or read with the tokenizer; a file in which they are something else is broken."""
+_DTYPES = ("bfloat16", "float16", "float32", "float64", "half", "float", "double")
+"""Values of ``torch_dtype``, or ``dtype``, the type of the weights: names of torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +171,9 @@ def _read_values(form: Format, tree: Mapping[str, Any]) -> tuple[Fields, list[st
     ]
     problems += _unknown_ends(given.get("eos_token_id"), values.get("vocab_size"))
     problems += [
-        f"{name} is {shown(given[name])}, and should be a text such as bfloat16"
-        for name in _TEXTS
-        if not isinstance(given.get(name, ""), str)
+        f"{name} is {shown(given[name])}, and should be one of {', '.join(_DTYPES[:4])}"
+        for name in ("torch_dtype", "dtype")
+        if given.get(name, _DTYPES[0]) not in _DTYPES
     ]
     problems += [
         f"{name} is {shown(values[field])}, and should be a whole number above 0"
