@@ -203,7 +203,9 @@ class TrainConfig:
     )
     eval_interval: int = count(1000, "Number of iterations between evaluations.")
     skip_train: bool = flag(
-        False, "Evaluate the checkpoint of --load on the validation and test splits, and exit.", models="gpt bert t5"
+        False,
+        "Evaluate the loaded weights on the validation and test splits, save nothing, and exit.",
+        models="gpt bert t5",
     )
     seed: int = flag(1234, "Random seed of weights, dropout and the order of samples.", within="[0, 4294967295]")
     batch_steps: Steps = derived(())

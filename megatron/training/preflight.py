@@ -12,7 +12,7 @@ from megatron.checkpoint.folder_lock import LOCK, check_unlocked
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.safetensors_files import FLOATS, read_entries
 from megatron.checkpoint.snapshot_files import check_memory
-from megatron.checkpoint.tracker import LATEST, TRACKER, resolve
+from megatron.checkpoint.tracker import LATEST, TRACKER, holds_checkpoint, resolve
 from megatron.common.environment import ranks_on_host
 from megatron.common.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
 from megatron.common.output_paths import file_problem, folder_problem, outputs_in_one_place
@@ -44,10 +44,14 @@ T = TypeVar("T")
 def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     """Check ``run``. Returns it with vocabulary sizes and hashes, and the checkpoint that it resumes from, if any.
 
+    With ``--skip-train`` the run that is returned has no ``--save``.
+
     Raises UserError with one line for each problem. Its class is the one with the smallest exit code among the
     problems: a wrong configuration takes precedence over wrong data.
     """
     errors: list[UserError] = []
+    if run.train.skip_train:
+        run = _attempt(errors, ConfigError, lambda: _only_reading(run)) or run
     _attempt(errors, ConfigError, lambda: _check_outputs(run))
     _attempt(errors, DataError, lambda: data_warnings(run))
     completed = _attempt(errors, DataError, lambda: _with_vocabulary(run, is_sound=not errors))
@@ -83,6 +87,21 @@ def _attempt(errors: list[UserError], kind: type[UserError], step: Callable[[], 
     except OSError as error:
         errors.append(kind(f"{error.filename}: {error.strerror}"))
     return None
+
+
+def _only_reading(run: RunConfig) -> RunConfig:
+    """The ``run`` of ``--skip-train``: it loads what it would resume from, and saves nothing.
+
+    Raises ConfigError if that is nothing. Only a model of the user may have weights of its own.
+    """
+    config = run.checkpoint
+    resumes = config.auto_resume and config.save is not None and holds_checkpoint(Path(config.save))
+    load = config.save if resumes else config.load
+    if load is None and config.load_hf is None and architecture_of(run.model).provider is None:
+        nothing = f": --save {config.save} holds no checkpoint" if config.auto_resume else ""
+        raise ConfigError(f"--skip-train has no weights to evaluate{nothing}: add --load or --load-hf")
+    only_reads = replace(config, load=load, save=None, auto_resume=False, snapshot_interval=None, async_save=False)
+    return replace(run, checkpoint=only_reads)
 
 
 def data_warnings(run: RunConfig) -> list[str]:

@@ -94,6 +94,41 @@ def test_auto_resume_starts_and_resumes(corpus: Path) -> None:
     assert error.messages == [f"{tags[1]}/run.json is missing; no complete checkpoint is left in {own}"]
 
 
+def test_only_loaded_weights_are_evaluated(corpus: Path) -> None:
+    """``--skip-train`` loads what a run would resume from, never starts fresh, and saves nothing."""
+    own, other, none = corpus / "own", corpus / "other", corpus / "none"
+    sized, _ = check(run_of(corpus, f"--save {own}"))
+    for number, folder in enumerate((own, other), 1):
+        save(sized, folder, number)
+    saves = f"--save {none} --save-interval 1 --snapshot-interval 1 --async-save"
+    loaded = {
+        f"--load {other}": 2,
+        f"{saves} --load {other}": 2,
+        f"--save {own} --load {other} --auto-resume": 1,
+        f"{saves} --load {other} --auto-resume": 2,
+    }
+    for words, iteration in loaded.items():
+        run, saved = check(run_of(corpus, f"{words} --skip-train"))
+        assert saved is not None and saved.iteration == iteration, words
+        config = run.checkpoint
+        assert (config.save, config.auto_resume, config.snapshot_interval, config.async_save) == (
+            None,
+            False,
+            None,
+            False,
+        )
+    refused = {
+        "": 2,
+        f"--save {own}": 2,
+        f"--save {none} --auto-resume": 2,
+        f"--save {none} --load {none}": 4,
+        f"--save {none} --load {none} --auto-resume": 4,
+    }
+    for words, code in refused.items():
+        error = refusal(run_of(corpus, f"{words} --skip-train"))
+        assert (error.exit_code, len(error.messages)) == (code, 1), words
+
+
 def test_a_run_that_replaces_checkpoints_of_another_is_known(corpus: Path) -> None:
     own, other = corpus / "own", corpus / "other"
     run, _ = check(run_of(corpus, f"--auto-resume --save {own}"))

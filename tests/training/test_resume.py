@@ -39,6 +39,11 @@ def test_resume_is_bit_identical(programs, train_in_ranks, tmp_path, processes, 
     assert (tmp_path / "ck" / "latest").read_text() == "global_step4"
 
 
+def times(folder):
+    """The time of the last change of each file of ``folder``, and of the folder."""
+    return {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
+
+
 def test_a_finished_run_trains_and_evaluates_nothing_unless_asked(train_in_ranks, tmp_path):
     folder = ("--save", tmp_path / "ck", "--load", tmp_path / "ck", "--metrics-file", tmp_path / "metrics")
     train_in_ranks(2, *SETTINGS, *folder)
@@ -50,7 +55,9 @@ def test_a_finished_run_trains_and_evaluates_nothing_unless_asked(train_in_ranks
         "> already finished: " in output and "is from iteration 4 of 4; to continue, increase --train-iters" in output
     )
     assert "validation" not in output and "iteration 4/4" not in output and read_metrics(tmp_path / "metrics") == once
+    before = times(tmp_path / "ck")
     assert "test after iteration 4" in train_in_ranks(2, *SETTINGS, *folder, "--skip-train")
+    assert times(tmp_path / "ck") == before
     assert read_metrics(tmp_path / "metrics") == [*once, *once[-2:]]
     assert (tmp_path / "ck" / "latest_checkpointed_iteration.txt").read_text() == "4"
     weights = ("--load", tmp_path / "ck", "--finetune", "--skip-train")
