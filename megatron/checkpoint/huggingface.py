@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from megatron.checkpoint.checks import check_numbers
 from megatron.checkpoint.load import Loaded
 from megatron.checkpoint.resharding import load_states
-from megatron.checkpoint.safetensors_files import no_floats
 from megatron.checkpoint.stored import WEIGHT, State
-from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of
+from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, files_of, no_floats, outlines_of
 from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.architectures import architecture_of
@@ -38,11 +37,12 @@ def our_weights(tensors: Mapping[str, Tensor], config: ModelConfig, source: str)
     and if tied weights, such as head and embedding, are not equal.
     """
     outlines = outlines_of(tensors)
-    if problems := shape_problems(config, {name: tuple(outline.shape) for name, outline in outlines.items()}, source):
+    shapes = {name: tuple(outline.shape) for name, outline in outlines.items()}
+    if problems := shape_problems(config, shapes, source, files_of(tensors)):
         more = [f"{source}: {len(problems)} such lines in all"] if len(problems) > _SHOWN else []
         raise CheckpointError(problems[:_SHOWN] + more)
     wanted = (present(name, tensors) for theirs in source_shapes(config).values() for name in theirs)
-    if problems := no_floats(outlines, wanted, source):
+    if problems := no_floats(tensors, wanted, source):
         raise CheckpointError(problems[:_SHOWN])
     sources = {ours: [present(name, tensors) for name in theirs] for ours, theirs in source_shapes(config).items()}
     needed = {name for names in sources.values() for name in names}
@@ -66,7 +66,7 @@ def our_weights(tensors: Mapping[str, Tensor], config: ModelConfig, source: str)
 
 def _finite(tensors: Mapping[str, Tensor], name: str, value: Tensor, source: str = "") -> Tensor:
     """``value``, ``tensors[name]`` or a part of it. Raises CheckpointError with its file if it is not finite."""
-    check_numbers(tensors.files.get(name, source) if isinstance(tensors, LazyTensors) else source, name, value)
+    check_numbers(files_of(tensors).get(name, source), name, value)
     return value
 
 

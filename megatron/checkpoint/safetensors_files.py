@@ -1,9 +1,9 @@
 """Reads headers of safetensors files, single or sharded with an index: names, types and shapes. No torch here."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import safetensors
 
@@ -87,16 +87,6 @@ def _check_header(file: Path) -> None:
         header = opened.read(size)
 
     parse_json(header)
-
-
-def no_floats(tensors: Mapping[str, Any], names: Iterable[str], source: str) -> list[str]:
-    """A line for each weight of ``names`` in ``tensors`` that has an integer type or FP8, which would need scales."""
-    types = {name: tensors[name].dtype for name in names if name in tensors}
-    return [
-        f"{source}: {name} is of type {str(dtype).removeprefix('torch.')}, and a weight is in bf16, fp16, fp32 or fp64"
-        for name, dtype in types.items()
-        if not dtype.is_floating_point or dtype.itemsize == 1
-    ]
 
 
 def shards_of(index: Path) -> dict[Path, set[str]]:

@@ -6,7 +6,7 @@ import re
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -195,6 +195,26 @@ class LazyTensors(Mapping[str, Tensor]):
 def outlines_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Tensors with the same shapes and types, without reading any."""
     return tensors.outlines if isinstance(tensors, LazyTensors) else tensors
+
+
+def files_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Path]:
+    """The file of each tensor of which it is known."""
+    return tensors.files if isinstance(tensors, LazyTensors) else {}
+
+
+def no_floats(tensors: Mapping[str, Tensor], names: Iterable[str], source: str) -> list[str]:
+    """A line for each weight of ``names`` in ``tensors`` that has an integer type or FP8, which would need scales.
+
+    It names the file of the weight or, if that is not known, ``source``.
+    """
+    outlines, files = outlines_of(tensors), files_of(tensors)
+    types = {name: outlines[name].dtype for name in names if name in outlines}
+    return [
+        f"{files.get(name, source)}: {name} is of type {str(dtype).removeprefix('torch.')}, and a weight is in bf16, "
+        "fp16, fp32 or fp64"
+        for name, dtype in types.items()
+        if not dtype.is_floating_point or dtype.itemsize == 1
+    ]
 
 
 class SafetensorsFiles(LazyTensors):

@@ -170,14 +170,23 @@ def _flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("spoil", [_lose_a_weight, _flip_a_bit])
-def test_a_damaged_universal_checkpoint_is_refused_and_converted_again(saved_on, tmp_path: Path, spoil: Callable):
+def _reshape(file: Path) -> None:
+    torch.save({"param": torch.ones(1)}, file)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [(_lose_a_weight, "{}"), (_flip_a_bit, "{}/fp32.pt"), (_reshape, r"{}/fp32.pt: {} is \[1\]")],
+)
+def test_a_damaged_universal_checkpoint_is_refused_and_converted_again(
+    saved_on, tmp_path: Path, spoil: Callable, message: str
+):
     folder = shutil.copytree(saved_on("dp1"), tmp_path / "copy")
     universal, _ = cached_universal(newest(folder))
     whole = read_model(find(universal)).weights
     name = next(name for name in whole if name.endswith("query_key_value.weight"))
     spoil(universal / "zero" / name / "fp32.pt")
-    with pytest.raises(CheckpointError, match=name):
+    with pytest.raises(CheckpointError, match=message.replace("{}", name)):
         read_model(find(universal))
     assert cached_universal(newest(folder)) == (universal, True)
     assert read_model(find(universal)).weights[name].equal(whole[name])

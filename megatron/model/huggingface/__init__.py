@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron.common.errors import CheckpointError, ConfigError
@@ -203,10 +204,16 @@ def source_shapes(config: ModelConfig) -> Shapes:
     return shapes_of(format_of(config), config)
 
 
-def shape_problems(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], source: str) -> list[str]:
+def shape_problems(
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    source: str,
+    files: Mapping[str, Path] = MappingProxyType({}),
+) -> list[str]:
     """A message for each weight of ``config`` that is missing or misshaped in ``shapes``, and for each unknown name.
 
-    Duplicates of a tied weight are accepted, such as the output projection next to the embedding.
+    It names the file of the tensor if that is in ``files``, else ``source``. Duplicates of a tied weight are accepted,
+    such as the output projection next to the embedding.
     """
     names = {canonical(name): shape for name, shape in shapes.items()}
     given = {canonical(name): name for name in shapes}
@@ -218,12 +225,12 @@ def shape_problems(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], s
         if given[canonical(name)] != name
     ]
     problems += [
-        f"{source} holds {given[name]}, which the model does not have"
+        f"{files.get(given[name], source)} holds {given[name]}, which the model does not have"
         for name in names
         if name not in expected and name not in format_of(config).tied and not _BUFFER.fullmatch(name)
     ]
     return problems + [
-        f"{source}: {name} is {list(names[name])}, and the model's {list(shape)}"
+        f"{files.get(given[name], source)}: {name} is {list(names[name])}, and the model's {list(shape)}"
         for name, shape in expected.items()
         if name in names and names[name] != shape
     ]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron.checkpoint.checks import check_numbers
 from megatron.checkpoint.files import check_disk_space
-from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, contents, files_with, no_floats
-from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of, read_file
+from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, contents, files_with
+from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, files_of, no_floats, outlines_of, read_file
 from megatron.common.errors import CheckpointError, shown
 from megatron.config import ModelConfig
 from megatron.model.architectures import architecture_of
@@ -63,36 +63,40 @@ def without_padding(weights: Mapping[str, Tensor], config: ModelConfig) -> LazyT
         return tensor[: config.vocab_size] if is_padded else tensor
 
     cut_outlines = {name: cut(name, outline.to("meta")) for name, outline in outlines.items()}
-    return LazyTensors(cut_outlines, lambda name: cut(name, weights[name]))
+    return LazyTensors(cut_outlines, lambda name: cut(name, weights[name]), files_of(weights))
 
 
 def in_layer_order(weights: Mapping[str, Tensor], config: ModelConfig, source: str) -> LazyTensors:
     """``weights`` in the order of the layers of ``config``.
 
     Args:
-        source: where the weights come from, for messages.
+        source: where the weights come from, for messages about those whose file is not known.
 
     Raises:
         CheckpointError: with a line for each of the first few weights that are missing, unknown or of another shape;
             later, when a weight is read, if it is not finite.
     """
     expected = architecture_of(config).named_parameters(config)
-    outlines = outlines_of(weights)
+    outlines, files = outlines_of(weights), files_of(weights)
     problems = [f"{source} holds no weight {name}" for name in expected if name not in weights]
-    problems += [f"{source} holds {name}, which the model does not have" for name in weights if name not in expected]
     problems += [
-        f"{source}: {name} is {list(outlines[name].shape)}, and the model's {list(spec.shape)}"
+        f"{files.get(name, source)} holds {name}, which the model does not have"
+        for name in weights
+        if name not in expected
+    ]
+    problems += [
+        f"{files.get(name, source)}: {name} is {list(outlines[name].shape)}, and the model's {list(spec.shape)}"
         for name, spec in expected.items()
         if name in weights and outlines[name].shape != spec.shape
     ]
-    problems += no_floats(outlines, expected, source)
+    problems += no_floats(weights, expected, source)
     if problems:
         raise CheckpointError(
             problems[:_SHOWN] + [f"{source}: {len(problems)} such lines in all"] * (len(problems) > _SHOWN)
         )
 
     def read(name: str) -> Tensor:
-        check_numbers(source, name, tensor := weights[name])
+        check_numbers(files.get(name, source), name, tensor := weights[name])
         return tensor
 
     return LazyTensors({name: outlines[name] for name in expected}, read)

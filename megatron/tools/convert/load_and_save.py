@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import set_default_mmap_options, skip_data
 
 from megatron.checkpoint.across_ranks import check_copies, check_shards, check_states
-from megatron.checkpoint.checks import form_errors
+from megatron.checkpoint.checks import form_errors, outline, wrong
 from megatron.checkpoint.commit import publish, write_description
 from megatron.checkpoint.huggingface import our_weights, their_weights
 from megatron.checkpoint.load import CHECKPOINT_VERSION
@@ -24,7 +24,7 @@ from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.run_file import SavedRun, describe
 from megatron.checkpoint.saved_layout import model_file
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_file
-from megatron.common.errors import CheckpointError, first_line, shown
+from megatron.common.errors import CheckpointError, first_line
 from megatron.common.reading import check_archive
 from megatron.common.tokenizer_files import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.config import CheckpointConfig, DataConfig, RunConfig
@@ -134,7 +134,7 @@ def _universal_weights(path: Path) -> LazyTensors:
         _check_sums(file)
     number = {name: int(layer) if (layer := name.split(".")[0]).isdecimal() else -1 for name in files}
     names = sorted(files, key=lambda name: (number[name], name))
-    return LazyTensors({name: _fp32(files[name]).to("meta") for name in names}, lambda name: _fp32(files[name]))
+    return LazyTensors({name: _fp32(files[name]).to("meta") for name in names}, lambda name: _fp32(files[name]), files)
 
 
 def _check_sums(file: Path) -> None:
@@ -148,7 +148,7 @@ def _fp32(file: Path) -> Tensor:
     value = read_file(file, mapped=True)
     value = value.get("param") if isinstance(value, Mapping) else value
     if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise CheckpointError(f"{file} holds {shown(value)}, and should hold a tensor of floating point")
+        raise wrong(file, "param", outline(value), "a tensor of floating point")
     return value
 
 

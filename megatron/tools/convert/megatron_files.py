@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.checks import outline, wrong
 from megatron.checkpoint.run_file import RUN_FILE
-from megatron.checkpoint.safetensors_files import no_floats
-from megatron.checkpoint.tensor_files import load_plain
+from megatron.checkpoint.tensor_files import load_plain, no_floats
 from megatron.common.errors import CheckpointError, first_line, shown
 from megatron.common.reading import check_archive
 from megatron.tools.convert.one_run import check_one_run, check_sizes
@@ -141,7 +141,8 @@ def read_shards(path: Path) -> Shards:
 def _with_args(folder: Path, states: list[State], file: Mapping[str, Any], version: float) -> Shards:
     args, saved = file.get("args"), file.get("checkpoint_version")
     if saved is not None and type(saved) not in (int, float):
-        raise CheckpointError(f"{folder}: checkpoint_version is {shown(saved)}, and should be a number")
+        found = outline(saved) if isinstance(saved, Tensor) else shown(saved)
+        raise wrong(folder, "checkpoint_version", found, "a number")
     for rank, state in enumerate(states):
         for name in sorted(state.keys() ^ states[0].keys()):
             raise CheckpointError(f"{folder}: of the tensor-parallel ranks 0 and {rank} only one holds {name}")

@@ -77,7 +77,7 @@ def test_index_names_only_files_in_its_folder(tmp_path: Path, weight_map: object
 def test_a_universal_weight_that_is_no_tensor(tmp_path: Path, content: object):
     (file := tmp_path / "zero" / "2.weight" / "fp32.pt").parent.mkdir(parents=True)
     torch.save(content, file)
-    with pytest.raises(CheckpointError, match=f"{file} holds .*, and should hold a tensor"):
+    with pytest.raises(CheckpointError, match=f"{file}: param is .*, and should be a tensor"):
         read_weights(FoundCheckpoint(tmp_path, "universal"))
 
 
@@ -198,9 +198,13 @@ def test_huge_size_allocates_nothing(tmp_path: Path, size: str):
         ({"ln_f__bias": None}, "holds no weight ln_f.bias"),
         (
             {"h__0__attn__c_attn__weight": torch.rand(24, 8)},
-            "h.0.attn.c_attn.weight is [24, 8], and the model's [8, 24]",
+            "/model.safetensors: h.0.attn.c_attn.weight is [24, 8], and the model's [8, 24]",
         ),
-        ({"h__1__ln_1__bias": torch.rand(8)}, "holds h.1.ln_1.bias, which the model does not have"),
+        *(
+            ({"ln_f__bias": torch.zeros(8, dtype=dtype)}, f"/model.safetensors: ln_f.bias is of type {name}")
+            for name, dtype in {"int8": torch.int8, "bool": torch.bool, "float8_e4m3fn": torch.float8_e4m3fn}.items()
+        ),
+        ({"h__1__ln_1__bias": torch.rand(8)}, "/model.safetensors holds h.1.ln_1.bias, which the model does not have"),
         ({"lm_head__weight": torch.rand(10, 8)}, "lm_head.weight is another table than wte.weight"),
         ({"transformer__ln_f__bias": torch.rand(8)}, "holds transformer.ln_f.bias and ln_f.bias, which are one weight"),
         ({"transformer__x": torch.rand(8)}, "holds transformer.x, which the model does not have"),
