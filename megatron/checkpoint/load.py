@@ -48,7 +48,7 @@ def select_checkpoint(run: RunConfig) -> SavedRun | None:
             on_all_ranks(partial(check_share, *candidate))
             return candidate[0]
         except CheckpointError as error:
-            broken[candidate[0].tag] = str(error)
+            broken[candidate[0].tag] = error.in_one_line
     return None
 
 

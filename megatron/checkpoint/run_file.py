@@ -6,6 +6,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,12 @@ def checked_description(tree: Any, where: str) -> dict[str, Any]:
             f"{name} in schedule is no number"
             for name, value in tree.get("schedule", {}).items()
             if name.endswith(_LENGTHS) and type_problem(float | None if "wsd" in name else float, value)
+        ]
+        problems += [
+            f"{name} in {part} is {value}, which is no number"
+            for part in ("settings", "schedule")
+            for name, value in tree.get(part, {}).items()
+            if isinstance(value, float) and not isfinite(value)
         ]
         problems += _contradictions(tree["config"])
     if problems:

@@ -79,7 +79,10 @@ def _load_outlines(path: Path) -> Any:
 
     unpickler: Any = Unpickler(io.BytesIO(reader.get_record("data.pkl")), encoding="utf-8")
     unpickler.persistent_load = storage
-    return unpickler.load()
+    try:
+        return unpickler.load()
+    except NotImplementedError:
+        raise ValueError("it holds a quantized or nested tensor, not a dense one of floating point") from None
 
 
 def load_plain(path: Path, allowed: Sequence[Any], **options: Any) -> Any:

@@ -91,13 +91,13 @@ def newest(folder: str | Path, *, strict: bool = False, broken: Mapping[str, str
     try:
         return _read(folder, _latest_tag(folder), broken)
     except CheckpointError as error:
-        problem = str(error)
+        problem = error.in_one_line
     complete, problems = [], [problem]
     for tag in _tags(folder):
         try:
             complete.append(_read(folder, tag, broken))
         except CheckpointError as error:
-            problems.append(str(error))
+            problems.append(error.in_one_line)
     if not complete:
         if any(folder.glob("iter_*/")):
             raise CheckpointError(

@@ -25,6 +25,11 @@ class UserError(Exception):
         self.messages = [one_line(message) for message in (*lines[:_MOST], *more)]
         super().__init__("\n".join(self.messages))
 
+    @property
+    def in_one_line(self) -> str:
+        """All messages, as a part of another one."""
+        return "; ".join(self.messages)
+
 
 class ConfigError(UserError):
     """Wrong usage or configuration."""

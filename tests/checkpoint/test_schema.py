@@ -465,6 +465,8 @@ DESCRIPTIONS: list[tuple[str, str, Callable[[Any], Any], str]] = [
     ("dp1", "left_out_samples", lambda _: [[8, 0]], "the skipped samples 8 to 0"),
     ("dp1", "schedule/--lr-decay-iters", lambda _: "x", "--lr-decay-iters in schedule is no number"),
     ("dp1", "schedule/--lr-decay-iters", lambda _: None, "--lr-decay-iters in schedule is no number"),
+    ("dp1", "settings/--clip-grad", lambda _: float("inf"), "--clip-grad in settings is inf, which is no number"),
+    ("dp1", "schedule/--lr", lambda _: float("nan"), "--lr in schedule is nan, which is no number"),
     ("dp1", "config/ds_config/optimizer", lambda _: [], "the optimizer in ds_config is not an object"),
     ("dp1", "config/ds_config/optimizer/params", lambda _: [], "the optimizer in ds_config is not an object"),
     ("dp1", "settings", lambda _: {}, "settings are missing"),

@@ -251,8 +251,7 @@ def _read_layer_files(folder: Path, rank: int, files: Mapping[int, Path]) -> Sta
 def _check_gapless(numbers: Sequence[int], files: str) -> None:
     for number, following in pairwise(sorted(numbers)):
         if following > number + 1:
-            first, last = min(numbers), max(numbers)
-            raise CheckpointError(f"{files}: number {number + 1} is missing between {first} and {last}")
+            raise CheckpointError(f"{files}: number {number + 1} is missing before {following}")
 
 
 def _named(place: Path, tree: Mapping[str, Any]) -> State:

@@ -259,7 +259,7 @@ def changed(number: int, change: Callable[[dict], object]) -> Callable[[Path], N
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a layer is missing": (
         without("layer_03-model_01-model_states.pt"),
-        "layer_LL-model_01-model_states.pt: number 3 is missing between 2 and 5",
+        "layer_LL-model_01-model_states.pt: number 3 is missing before 4",
     ),
     "a layer in two files": (
         copied("layer_03-model_00-model_states.pt", "layer_3-model_0-model_states.pt"),
@@ -330,10 +330,11 @@ def test_a_rank_has_one_file(tmp_path: Path) -> None:
         read_shards(tmp_path)
 
 
-def test_a_rank_is_missing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_is_missing(tmp_path: Path, rank: int) -> None:
     write_without_pipeline(tmp_path, size=4)
-    (tmp_path / "mp_rank_02_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="number 2 is missing between -1 and 3"):
+    (tmp_path / f"mp_rank_{rank:02d}_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=f"number {rank} is missing before {rank + 1}"):
         read_shards(tmp_path)
 
 
@@ -481,6 +482,7 @@ def test_objects_of_other_programs_are_stubbed(tmp_path: Path, monkeypatch: pyte
 
 WRONG: list[tuple[Callable[[dict], object], str]] = [
     (lambda file: file.update(checkpoint_version="3"), "checkpoint_version is '3', and should be a number"),
+    (lambda file: file.update(checkpoint_version=torch.ones(2)), r"checkpoint_version is float32 \[2\], and should be"),
     (lambda file: file.update(checkpoint_version=10**400), "checkpoint version inf: give --checkpoint-version"),
     (
         lambda file: file["model"]["language_model"].update({f"layers.{'9' * 5000}.bias": torch.ones(2)}),
