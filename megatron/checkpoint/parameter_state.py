@@ -16,7 +16,7 @@ ZeRO 3 separately, in parts.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import repeat
 from typing import Any
@@ -49,6 +49,8 @@ class SavedStates:
         self.files = SavedFiles(saved, verified=verified)
         self.state = cache(self._state)
         self._module = cache(self._checked_module)
+        self._spans = cache(self._spans_of)
+        self._check_order = cache(self._compare_order)
 
     def _state(self, name: str, tensor_rank: int) -> State:
         """The state of a parameter on a tensor-parallel rank; only the weight if it is frozen."""
@@ -155,11 +157,10 @@ class SavedStates:
         """The state at ZeRO 3: each rank has a part of each parameter of a group, concatenated."""
         number, shapes = self._group_of(name, 0)
         files = [self.files.partition(rank, mp_rank) for rank in range(self.layout.zero_ranks)]
-        lengths = {parameter: math.ceil(shape.numel() / len(files)) for parameter, shape in shapes.items()}
-        start, place = _consecutive_spans(lengths)[name].start, self.files.base_optimizer(files[0])
+        span, place = self._spans(0, number, len(files))[name], self.files.base_optimizer(files[0])
 
         def of(keys: Sequence[Any]) -> Stored:
-            return _divided(files, keys, start, lengths[name], shapes[name])
+            return _divided(files, keys, span.start, span.stop - span.start, shapes[name])
 
         return _state(files[0], ("optimizer_state_dict", "fp32_flat_groups", number), place, number, of)
 
@@ -176,8 +177,7 @@ class SavedStates:
             raise wrong(first.path, name_of(weights), outline(part), "a tensor")
         length = part.numel()
         paddings = first.find(["optimizer_state_dict"]).get("param_alignment_paddings")
-        lengths = {parameter: shape.numel() for parameter, shape in shapes.items()}
-        span = _consecutive_spans(lengths, paddings and paddings[number])[name]
+        span = self._spans(stage, number, paddings=tuple(paddings[number]) if paddings else ())[name]
         if span.stop > length * len(ranks):
             raise wrong(first.path, name_of(weights), f"of {length:,} elements", f"longer, since {name} is in it")
         holders = range(span.start // length, min(-(-span.stop // length), len(ranks)))
@@ -200,7 +200,7 @@ class SavedStates:
         span = slice(0, shapes[name].numel())
         number, weights = index, tuple[Any, ...](("optimizer", "fp32_groups_flat", index))
         if "fp32_groups_flat" in optimizer:
-            span = _consecutive_spans({parameter: shape.numel() for parameter, shape in shapes.items()})[name]
+            span = self._spans(stage, index)[name]
         else:
             position = list(shapes).index(name)
             number = sum(map(len, self.files.groups(stage)[:index])) + position
@@ -218,12 +218,28 @@ class SavedStates:
     def _group_of(self, name: str, stage: int) -> tuple[int, Shapes]:
         """(number, shapes) of the parameter group with a parameter, in the order of the model unless round-robin."""
         number, group = next((number, group) for number, group in enumerate(self.files.groups(stage)) if name in group)
-        self._recorded(name, file := self.files.model(stage * self.layout.model_parallel_size), group)
+        self._recorded(name, self.files.model(stage * self.layout.model_parallel_size), group)
+        self._check_order(stage, number)
+        return number, group
+
+    def _compare_order(self, stage: int, number: int) -> None:
+        """Raise CheckpointError if a parameter group of a stage is not in the order of the model."""
+        group = self.files.groups(stage)[number]
         reorders = self.saved.config.get("zero", {}).get("zero_round_robin_gradients", False)
         for found, expected in zip(group, (own for own in self.specs if own in group), strict=True):
             if found != expected and not reorders:
+                file = self.files.model(stage * self.layout.model_parallel_size)
                 raise wrong(file.path, f"a parameter of group {number}", found, expected)
-        return number, group
+
+    def _spans_of(self, stage: int, number: int, parts: int = 1, paddings: Sequence[int] = ()) -> dict[str, slice]:
+        """Consecutive spans of the parameters of a group, or of one of ``parts`` of each, followed by ``paddings``."""
+        spans, start = {}, 0
+        group = self.files.groups(stage)[number]
+        for (name, shape), padding in zip(group.items(), paddings or repeat(0), strict=False):
+            length = math.ceil(shape.numel() / parts)
+            spans[name] = slice(start, start + length)
+            start += length + padding
+        return spans
 
     def _stored_shape(self, name: str) -> torch.Size:
         """The shape of a tensor-parallel rank's shard of a parameter, with all experts."""
@@ -289,12 +305,3 @@ def _state(
                 value = of(keys) if value.dim() else file.entry(*keys)
             state[key] = value
     return state
-
-
-def _consecutive_spans(lengths: Mapping[str, int], paddings: Sequence[int] | None = None) -> dict[str, slice]:
-    """Consecutive spans of ``lengths`` by name, each followed by its number of padding elements."""
-    spans, start = {}, 0
-    for (name, length), padding in zip(lengths.items(), paddings or repeat(0), strict=False):
-        spans[name] = slice(start, start + length)
-        start += length + padding
-    return spans
