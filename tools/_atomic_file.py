@@ -1,19 +1,24 @@
 """Output files and folders of the tools, written completely or not at all."""
 
 import errno
+import glob
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
 
+from megatron.checkpoint.commit import remove_path
+from megatron.checkpoint.folder_lock import start_time
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.common.errors import ConfigError, ResourceError
 from megatron.common.files import UNFINISHED, lacks_inodes, replace_file, signals_raised, sync, sync_folder
 from megatron.common.output_paths import folder_problem
+from megatron.common.processes import machine_id
 from megatron.common.reading import was_read
 from megatron.common.tokenizer_files import tokenizer_files, tokenizer_kind
 from megatron.config import RunConfig
@@ -98,13 +103,19 @@ def write_json(path: Path | None, content: Any) -> None:
 def atomic_path(path: Path, flag: str) -> Iterator[Path]:
     """A temporary path for a file or a folder, which becomes ``path`` when the block ends without an exception.
 
-    ``path`` must not exist, or be an empty folder. Otherwise like ``atomic_file``.
+    ``path`` must not exist, or be an empty folder. What killed processes have left is removed. Otherwise like
+    ``atomic_file``.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
+    start = f".{path.name}.{sha256(machine_id().encode()).hexdigest()[:8]}-"  # process ids are those of this machine
+    temporary = path.with_name(f"{start}{os.getpid()}{UNFINISHED}")
     with signals_raised():
         try:
             with _os_errors(path, flag):
                 path.parent.mkdir(parents=True, exist_ok=True)
+                for left in path.parent.glob(f"{glob.escape(start)}*{UNFINISHED}") if machine_id() else ():
+                    pid = left.name.removeprefix(start).removesuffix(UNFINISHED)
+                    if pid.isdecimal() and (int(pid) == os.getpid() or not start_time(int(pid))):
+                        remove_path(left)
                 yield temporary
                 for written in (*temporary.rglob("*"), temporary):
                     sync(written)

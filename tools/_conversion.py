@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from _atomic_file import atomic_path, check_vacant
 
+from megatron.checkpoint.commit import remove_unfinished
 from megatron.checkpoint.folder_lock import LOCK, FolderLock, check_unlocked
 from megatron.checkpoint.tracker import holds_checkpoint
 from megatron.common.errors import ConfigError, ResourceError
@@ -116,9 +117,9 @@ def new_output(args: argparse.Namespace) -> Iterator[Path]:
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Keep runs from saving into ``folder`` meanwhile, if it is a folder of checkpoints: they remove unfinished files.
+    """Keep runs from saving into ``folder`` meanwhile, if it is a folder of checkpoints, and remove unfinished files.
 
-    Raises CheckpointError if a run saves into it, ResourceError if it cannot be written.
+    Runs, too, remove such files. Raises CheckpointError if a run saves into it, ResourceError if it cannot be written.
     """
     if not (holds_checkpoint(folder) or (folder / LOCK).exists()):
         yield
@@ -129,6 +130,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise ResourceError(f"{folder} cannot be written ({error.strerror}); name another place") from error
     try:
+        remove_unfinished(folder)
         yield
     finally:
         lock.release()

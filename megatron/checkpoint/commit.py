@@ -61,7 +61,7 @@ def _settle_replaced(folder: Path) -> None:
     """Remove each checkpoint that has been replaced; one whose replacement is missing gets its name back."""
     for replaced in folder.glob(f"global_step*{_REPLACED}"):
         if os.path.lexists(tag := replaced.with_suffix("")):
-            _remove(replaced)
+            remove_path(replaced)
         else:
             os.rename(replaced, tag)
 
@@ -82,7 +82,7 @@ def remove_unfinished(folder: Path) -> None:
     """Remove unfinished files and tags, if ``folder`` exists."""
     for pattern in ("global_step*", ".*"):
         for path in folder.glob(pattern + UNFINISHED):
-            _remove(path)
+            remove_path(path)
 
 
 def _remove_old_tags(folder: Path, iteration: int, config: CheckpointConfig) -> None:
@@ -98,11 +98,11 @@ def _remove_old_tags(folder: Path, iteration: int, config: CheckpointConfig) -> 
             removed = unfinished(folder, path.name)
             os.rename(path, removed)
             sync_folder(folder)
-            _remove(removed)
-            _remove(folder / f"{path.name}{UNIVERSAL}")
+            remove_path(removed)
+            remove_path(folder / f"{path.name}{UNIVERSAL}")
 
 
-def _remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove what is not needed. What cannot be removed, such as a file that is open on NFS, stays, with a warning."""
     try:
         if path.is_dir() and not path.is_symlink():
@@ -113,4 +113,4 @@ def _remove(path: Path) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
-        print_warning(f"{path} cannot be removed ({error.strerror}); the next save tries again")
+        print_warning(f"{path} cannot be removed ({error.strerror}); the next save or conversion tries again")
