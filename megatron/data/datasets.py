@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from megatron.data.indexed_dataset import Span
 from megatron.data.map_cache import Form, Recipe, cache_folder, cached, digest, from_random_start
 from megatron.data.mock_dataset import mock_samples
 from megatron.data.sft_dataset import SFTDataset
-from megatron.data.splits import OrderedSamples, Source, find_sources, has_split, split_weights
+from megatron.data.splits import Samples, Source, find_sources, has_split, split_weights
 from megatron.data.t5_dataset import PairDataset, T5Dataset, span_problem
 
 PretrainingSamples: TypeAlias = GPT2Dataset | BertDataset | T5Dataset
@@ -54,7 +54,7 @@ def check_data(data: DataConfig, samples: Mapping[str, int], *, masked_lm: bool 
     return [f"there is no evaluation on the test split: {message}" for message in skipped]
 
 
-class BlendedDataset(OrderedSamples):
+class BlendedDataset(Samples):
     """A blend: ``samples`` samples of the data sets ``parts``, in the ``order`` of training."""
 
     def __init__(self, parts: Sequence[IndexedSamples], order: BlendOrder, samples: int) -> None:
@@ -97,16 +97,6 @@ class BlendedDataset(OrderedSamples):
         part = self.parts[source]
         assert isinstance(part, PretrainingSamples)
         return part.spans(place)
-
-
-class Samples(Protocol):
-    """The samples of a split, in the order of training."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def take(self, indices: Sequence[int]) -> np.ndarray:
-        """The samples of ``indices``, int64 [n, ...]. Raises DataError if they cannot be read."""
 
 
 ImageSamples: TypeAlias = ImageDataset | BlendedDataset

@@ -25,11 +25,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.common.errors import DataError
 from megatron.common.processes import run_in_processes
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
-from megatron.data.indexed_dataset import DocumentLengths, Span, unknown_token_error
+from megatron.data.indexed_dataset import DocumentLengths, Span, check_tokens
 from megatron.data.map_cache import ROWS, Arrays, Form, Make, Recipe, cache_folder, cached_epoch, digest, is_recorded
 from megatron.data.mapped_file import register_closable
 from megatron.data.splits import Source, SourceSamples, advice, describe_split, seed_words
@@ -245,7 +244,8 @@ class GPT2Dataset(SourceSamples):
         ]
         rows = np.concatenate(parts, dtype=np.int64).reshape(len(indices), -1)
         if rows.view(np.uint64).max() >= self._vocab_size:  # a negative id is very large as unsigned
-            raise self._unknown_token([span for index in indices for span in self.spans(index)])
+            for part in (part for index in indices for part in self.spans(index)):
+                check_tokens(self.indexed, part.tokens(), f"document {part.document}", self._vocab_size, part.start)
         return rows
 
     def spans(self, index: int) -> list[Span]:
@@ -267,14 +267,3 @@ class GPT2Dataset(SourceSamples):
         # The last token of a sample is the first of the next one.
         parts.append((maps.documents.item(last), begin, end + 1))
         return parts
-
-    def _unknown_token(self, spans: list[Span]) -> DataError:
-        """The error for the first token that is not in the vocabulary."""
-        for span in spans:
-            tokens = span.tokens().astype(np.int64)
-            wrong = (tokens < 0) | (tokens >= self._vocab_size)
-            if wrong.any():
-                break
-        at = int(wrong.argmax())
-        place = f"document {span.document} at offset {span.start + at}"
-        return unknown_token_error(self.indexed, tokens[at], place, self._vocab_size)

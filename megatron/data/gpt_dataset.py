@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from megatron.config import DataConfig
-from megatron.data.datasets import Samples, build_datasets
+from megatron.data.datasets import build_datasets
+from megatron.data.splits import Samples
 
 
 class GPTDataset:

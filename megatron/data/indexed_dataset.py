@@ -221,19 +221,17 @@ def make_builder(out_file: str, impl: str = "mmap", vocab_size: int | None = Non
     return SequenceBuilder(out_file, vocab_size)
 
 
-def unknown_token_error(indexed: IndexedDataset, token: int, place: str, vocab_size: int) -> DataError:
-    """The error for a ``token`` that is not below ``vocab_size``."""
-    return DataError(
-        f"{indexed.bin_path} holds token {token} in {place}, but the vocabulary ends at {vocab_size - 1}: name the "
-        "vocabulary that the data set was made with, or make the data set again"
-    )
-
-
-def check_tokens(indexed: IndexedDataset, tokens: np.ndarray, place: str, vocab_size: int) -> np.ndarray:
-    """``tokens`` of the data set as int64. Raises DataError if one is not below ``vocab_size``."""
+def check_tokens(
+    indexed: IndexedDataset, tokens: np.ndarray, place: str, vocab_size: int, offset: int = 0
+) -> np.ndarray:
+    """``tokens`` at ``offset`` of a ``place`` as int64. Raises DataError if one is not below ``vocab_size``."""
     tokens = tokens.astype(np.int64)
     if (wrong := (tokens < 0) | (tokens >= vocab_size)).any():
-        raise unknown_token_error(indexed, tokens[wrong.argmax()], place, vocab_size)
+        at = int(wrong.argmax())
+        raise DataError(
+            f"{indexed.bin_path} holds token {tokens[at]} in {place} at offset {offset + at}, but the vocabulary ends "
+            f"at {vocab_size - 1}: name the vocabulary that the data set was made with, or make the data set again"
+        )
     return tokens
 
 

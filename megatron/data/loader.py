@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.common.errors import UserError
 from megatron.common.processes import exit_with_parent, ignore_exit_signals
 from megatron.config.batch_schedule import BatchSchedule
-from megatron.data.datasets import ImageSamples, Samples, rank_sample_indices, sample_at
+from megatron.data.datasets import ImageSamples, rank_sample_indices, sample_at
 from megatron.data.image_slots import balance_images, too_many_images
+from megatron.data.splits import Samples
 
 
 class Batch(NamedTuple):

@@ -12,12 +12,12 @@ from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.bert_dataset import SPECIAL_TOKENS, PairVocabulary, pair_sample
-from megatron.data.splits import OrderedSamples, seed_words
+from megatron.data.splits import Samples, seed_words
 from megatron.data.t5_dataset import FRAME, corrupted, span_problem
 from megatron.tokenizer import Tokenizer, span_vocabulary, tokenizer_of
 
 
-class MockDataset(OrderedSamples):
+class MockDataset(Samples):
     """Base class: ``samples`` samples, each of which depends only on ``seeds`` and its index."""
 
     def __init__(self, samples: int, ordinary: np.ndarray, seq_length: int, seeds: Sequence[int]) -> None:

@@ -115,12 +115,12 @@ class SFTDataset(SourceSamples):
             for number, (document, size) in enumerate(documents):
                 begin, end = end, end + size
                 start = int(self._starts[document])
-                tokens = self.indexed.span(start, size + 1)
+                where = f"document {self.documents.start + document}"
+                tokens = check_tokens(self.indexed, self.indexed.span(start, size + 1), where, self._vocab_size)
                 sample[TOKENS, begin:end], sample[LABELS, begin:end] = tokens[:-1], tokens[1:]
                 sample[LOSS_MASK, begin:end] = _mask_of(self._loss_mask, start + 1, size)
                 sample[SEGMENTS, begin:end] = number
             sample[SEGMENTS, end:] = len(documents)
-        check_tokens(self.indexed, samples[:, (TOKENS, LABELS)].ravel(), "some document", self._vocab_size)
         return samples
 
     def describe(self) -> str:

@@ -71,7 +71,7 @@ def seed_words(*numbers: int) -> list[int]:
     return [half for number in numbers for half in (number & 0xFFFFFFFF, number >> 32 & 0xFFFFFFFF)]
 
 
-class OrderedSamples(ABC):
+class Samples(ABC):
     """Base class of a data set with ``samples`` samples in the order of training."""
 
     def __init__(self, samples: int) -> None:
@@ -96,7 +96,7 @@ class OrderedSamples(ABC):
         """The samples of ``indices``, which are in range."""
 
 
-class SourceSamples(OrderedSamples):
+class SourceSamples(Samples):
     """Base class of samples of one source. Subclasses take (data, split name, source, samples, vocab_size, seed)."""
 
     def __init__(self, source: Source, samples: int, epochs: int = 1) -> None:

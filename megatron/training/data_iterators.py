@@ -17,7 +17,6 @@ from megatron.config.data import SPLITS
 from megatron.data.datasets import (
     BlendedDataset,
     Datasets,
-    Samples,
     build_datasets,
     sample_at,
     split_samples,
@@ -35,6 +34,7 @@ from megatron.data.loader import (
     span_batch,
 )
 from megatron.data.sft_dataset import SFTDataset
+from megatron.data.splits import Samples
 from megatron.model.architectures import architecture_of
 from megatron.model.embedding import has_segments
 from megatron.ops.packed_attention import keep_on_host

@@ -88,7 +88,7 @@ def test_a_data_set_without_its_loss_mask_is_an_error(data: DataConfig, write_da
     with pytest.raises(DataError, match="other_loss_mask.bin holds 2, and should hold 0 and 1"):
         check_data(other, TRAIN)
     assert other.contents == ((other.data_path[0], loss_mask_prefix(other.data_path[0])),)
-    with pytest.raises(DataError, match="holds token 2500 in some document, but the vocabulary ends at 5"):
+    with pytest.raises(DataError, match="holds token 2500 in document 25 at offset 0, but the vocabulary ends at 5"):
         built(data, TRAIN, vocab_size=6).train[0]
 
 

@@ -25,7 +25,7 @@ from megatron.common.errors import CheckpointError, counted
 from megatron.config import RunConfig
 from megatron.data.datasets import Datasets, split_samples
 from megatron.data.loader import Batch
-from megatron.data.splits import seed_words
+from megatron.data.splits import Samples, seed_words
 from megatron.engines.engine import Engine, eval_batch
 from megatron.parallel.layout import ParallelLayout
 from megatron.tokenizer import build_tokenizer
@@ -88,20 +88,17 @@ def _with_special_tokens(
     return [tokenizer.cls, *first[:length], tokenizer.sep, *second, tokenizer.sep], length + 2
 
 
-class RowStream:
+class RowStream(Samples):
     """The rows of the range ``within`` as epochs of ``per_epoch`` samples, each shuffled if there is a ``seed``."""
 
     def __init__(
         self, rows: TokenizedRows, within: range, *, per_epoch: int, samples: int, seed: int | None = None
     ) -> None:
-        self._rows, self._within, self._per_epoch, self._samples = rows, within, per_epoch, samples
-        self._seed = seed
+        super().__init__(samples)
+        self._rows, self._within, self._per_epoch, self._seed = rows, within, per_epoch, seed
         self._order = lru_cache(maxsize=2)(self._shuffled_rows)
 
-    def __len__(self) -> int:
-        return self._samples
-
-    def take(self, indices: Sequence[int]) -> np.ndarray:
+    def _read(self, indices: Sequence[int]) -> np.ndarray:
         """The samples at ``indices``, as arrays of ``TokenizedRows.samples``."""
         chosen = []
         for index in indices:
