@@ -36,7 +36,7 @@ from _conversion import (
     write_checkpoint,
 )
 
-from megatron.checkpoint.files import replace_text
+from megatron.checkpoint.files import SAVE_ADVICE, replace_text
 from megatron.checkpoint.folder_lock import check_unlocked
 from megatron.checkpoint.run_file import RUN_FILE
 from megatron.checkpoint.tracker import newest, tag_at
@@ -363,6 +363,8 @@ def _reshard(args: argparse.Namespace) -> None:
                 raise LaunchError(f"{args.output} is not written: {ending}: give more with --time-limit")
             kinds = {f"exit code {kind.exit_code}": kind for kind in (ConfigError, CheckpointError, ResourceError)}
             problem = " ".join(cause.rpartition(": error: ")[2].split()) or f"a rank ended with {ending}"
+            problem = problem.removeprefix(f"--save {args.output.absolute()}: ")
+            problem = problem.replace(SAVE_ADVICE, "free some space, or name another --output")
             raise kinds.get(ending, LaunchError)(f"{args.output} is not written: {problem}")
     print(f"{args.output}: {saved.path} after iteration {saved.iteration}, from {saved.layout}")
 

@@ -113,6 +113,11 @@ def test_full_disk_is_detected_before_writing(programs: Programs, small_disk: Pa
     )
     assert (small_disk / "latest").read_text() == "global_step1"
     assert [path.name for path in small_disk.glob("global*")] == ["global_step1"]
+    words = ("tools/convert_checkpoint.py", "reshard", small_disk, "--output", output := small_disk / "out")
+    ended = programs.warm(1, *words)
+    line = ended.output.splitlines()[-1]
+    assert ended.returncode == 7 and "--output" in line and "--save" not in line and "--keep-last" not in line, line
+    assert not output.exists()
 
 
 @pytest.mark.parametrize("words", [[], ["--async-save", "--on-save-error", "continue"]], ids=["stop", "continue"])

@@ -66,6 +66,8 @@ def test_from_hugging_face_and_back(programs: Programs, foreign: Path, tmp_path:
     assert first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
     ((logits, _),) = run_ranks(1, logits_and_weights, ours)
     torch.testing.assert_close(logits, huggingface_logits(foreign), atol=1e-4, rtol=0)
+    code, (line,) = refusal(tmp_path, "reshard ours --model-parallel-size 2", program=TOOL, command=())
+    assert code == 4 and line.endswith("give --load ours --finetune to a run on any layout")
 
 
 def test_tokenizer_is_converted(programs: Programs, tmp_path: Path):

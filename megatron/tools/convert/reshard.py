@@ -33,6 +33,11 @@ def resharded_run(saved: SavedRun, flags: Sequence[str], replica: int, copies: i
 
     Raises ConfigError for flags that the program or its rules reject, CheckpointError if the run cannot be resharded.
     """
+    if saved.is_converted:
+        raise CheckpointError(
+            f"{saved.path} holds weights only, as tools/convert_checkpoint.py writes them, and needs no resharding: "
+            f"give --load {saved.folder} --finetune to a run on any layout"
+        )
     architecture = architecture_of(saved.full_model_config())
     if not architecture.is_language_model or not saved.config.get("settings"):
         raise CheckpointError(
