@@ -128,8 +128,9 @@ def _sizes_of_layers(shards: Shards, args: Mapping[str, Any], heads: int, column
         "swiglu": len(tensor_of(shards, "layers.0.mlp.dense_h_to_4h.weight")) == 2 * f,
         "num_query_groups": groups,
     }
-    hidden = tensor_of(shards, "word_embeddings.weight").size(1)
-    found = {**sizes, "hidden_size": hidden, "kv_channels": columns // heads}
+    table = tensor_of(shards, "word_embeddings.weight")
+    hidden, vocabulary = table.size(1), len(table) * size
+    found = {**sizes, "hidden_size": hidden, "kv_channels": columns // heads, "padded_vocab_size": vocabulary}
     compared = found.keys() - (set() if args.get("group_query_attention") else {"num_query_groups"})
     for name in (name for name in found if name in compared & args.keys()):
         if args[name] != found[name]:
@@ -149,6 +150,11 @@ def _heads_and_vocabulary(shards: Shards, args: Mapping[str, Any], given: GivenM
     vocab_size = given.vocab_size or sizes.get("vocab_size")
     size = len(shards.states)
     rows = len(tensor_of(shards, "word_embeddings.weight")) * size
+    saved, multiple = sizes.get("vocab_size", rows), sizes.get("make_vocab_size_divisible_by", rows)
+    multiple *= sizes.get("tensor_model_parallel_size") or sizes.get("model_parallel_size") or size
+    if saved > rows or (rows - saved >= multiple and not given.vocab_size):  # the padding is less than a multiple
+        advice = "copy all files again" if saved > rows else "give --vocab-size or --vocab-file"
+        raise CheckpointError(f"{shards.folder} holds {rows} rows of tokens, not of --vocab-size {saved}: {advice}")
     problems = []
     if not heads:
         problems.append(f"{shards.folder} does not contain the number of heads: give --num-attention-heads")

@@ -8,6 +8,7 @@ import sys
 import types
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -396,6 +397,8 @@ def test_errors_of_a_checkpoint_are_reported(tmp_path: Path, fault: str):
         (3.0, {"kv_channels": 8}, "holds weights of --kv-channels 4, not of --kv-channels 8"),
         (3.0, {"hidden_dropout": math.nan}, "hidden_dropout is nan"),
         (3.0, {"normalization": "RMSNorm"}, "holds weights of LayerNorm, not of --normalization RMSNorm"),
+        (3.0, {"padded_vocab_size": 128}, "of --padded-vocab-size 96, not of --padded-vocab-size 128"),
+        (3.0, {"vocab_size": 97}, "holds 96 rows of tokens, not of --vocab-size 97"),
         (3.0, {"max_position_embeddings": 16}, "of --max-position-embeddings 8, not of --max-position-embeddings 16"),
     ],
 )
@@ -405,6 +408,17 @@ def test_what_is_saved_fits_the_weights(tmp_path: Path, version: float, args: di
     vars(shards.args).update(args)
     with pytest.raises(CheckpointError, match=message):
         full_model(shards, SAID)
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(96, True), (93, True), (92, False), (10, False)])
+def test_a_saved_vocabulary_is_padded_to_the_rows(tmp_path: Path, tokens: int, fits: bool):
+    """To a multiple of 2 x TP 2."""
+    write_megatron_lm(tmp_path, 3.0, size=2, stages=1, **NEW)
+    shards = read_shards(tmp_path)
+    vars(shards.args).update(vocab_size=tokens, make_vocab_size_divisible_by=2)
+    with nullcontext() if fits else pytest.raises(CheckpointError, match="give --vocab-size"):
+        assert full_model(shards, GivenModel(heads=HEADS)).config.vocab_size == tokens
+    assert full_model(shards, SAID).config.vocab_size == TOKENS
 
 
 @pytest.mark.parametrize(
