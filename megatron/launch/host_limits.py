@@ -74,7 +74,7 @@ def _missing(environ: Mapping[str, str]) -> Iterator[str]:
     # Of all ranks here, by the first one: a library of another one would abort when it cannot start a thread.
     count = 0 if local_rank(environ) else _THREADS * (ranks_on_host(environ) or 1)
     try:
-        _start_threads(count)
+        try_threads(count)
     except RuntimeError:
         yield f"this host does not allow {count} threads more, {_THREADS} a rank: raise ulimit -u, or the container's"
     if environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1"):
@@ -84,8 +84,8 @@ def _missing(environ: Mapping[str, str]) -> Iterator[str]:
             yield f"127.0.0.1 cannot be reached ({error.strerror or error}); ranks connect to it: ip link set lo up"
 
 
-def _start_threads(count: int) -> None:
-    """Start ``count`` concurrent threads. Raises RuntimeError if that is not allowed."""
+def try_threads(count: int) -> None:
+    """Start and end ``count`` concurrent threads. Raises RuntimeError if that is not allowed."""
     end = threading.Event()
     threads = [threading.Thread(target=end.wait, daemon=True) for _ in range(count)]
     usual = threading.stack_size(_STACK)  # the address space of one process is not that of all ranks
@@ -95,6 +95,8 @@ def _start_threads(count: int) -> None:
     finally:
         threading.stack_size(usual)
         end.set()
+        for thread in filter(threading.Thread.is_alive, threads):
+            thread.join()
 
 
 def _connect_to_itself() -> None:

@@ -1,13 +1,17 @@
 """Inputs of other kinds than plain files of lines, interruptions, and memory."""
 
 import bz2
+import errno
 import gzip
 import json
+import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +22,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from megatron.common.errors import DataError
+from megatron.common.errors import DataError, ResourceError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer.base import check_texts
 from megatron.tools.preprocess.inputs import expand_inputs
@@ -217,6 +221,44 @@ def test_a_word_of_megabytes_is_an_error_of_its_line(tmp_path: Path, convert: Ca
     summary = convert(tmp_path / "in.jsonl", skip_errors=True)
     assert (summary.documents, summary.bad_lines) == (2, 1) and len(convert.messages) == 1
     assert "space of 2,000,000 characters" in str(pytest.raises(DataError, check_texts, ["a" + " " * 2_000_000]).value)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "allowed"),
+    [
+        (os, "fork", BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), 0),
+        (os, "fork", BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), 3),
+        (threading.Thread, "start", RuntimeError("can't start new thread"), 9),
+        (threading.Thread, "start", RuntimeError("can't start new thread"), 10),
+    ],
+)
+def test_workers_that_cannot_start_are_an_error_and_none_is_left(
+    tmp_path: Path, convert, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, error: Exception, allowed: int
+) -> None:
+    start, calls = getattr(owner, name), iter(range(allowed))
+
+    def limited(*arguments: object) -> object:
+        if next(calls, None) is None:
+            raise error
+        return start(*arguments)
+
+    (tmp_path / "in.jsonl").write_bytes(jsonl(["a"]))
+    monkeypatch.setattr(owner, name, limited)
+    with pytest.raises(ResourceError, match="--workers 8: .*ulimit -u"):
+        convert(tmp_path / "in.jsonl", workers=8)
+    assert not multiprocessing.active_children() and not [*tmp_path.glob("out*")]
+
+
+def test_a_limit_of_the_size_of_files_is_named(tmp_path: Path, convert: Callable[..., Summary]) -> None:
+    (tmp_path / "in.jsonl").write_bytes(jsonl(TEXTS))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(ResourceError, match="ulimit -f"):
+            convert(tmp_path / "in.jsonl")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*tmp_path.glob("out*")]
 
 
 def test_a_file_may_be_one_document(tmp_path: Path, convert) -> None:

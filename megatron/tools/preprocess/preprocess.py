@@ -4,6 +4,8 @@ Only a few chunks are in memory at any time. At regular intervals all output is 
 the progress.
 """
 
+import errno
+import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -17,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron.common.errors import ConfigError, DataError, ResourceError
+from megatron.common.errors import ConfigError, DataError, ResourceError, first_line
 from megatron.common.files import replace_file, signals_raised
 from megatron.common.output_paths import file_problem
 from megatron.common.processes import exit_with_parent
 from megatron.data.fingerprint import chat_template_file, write_tokenizer
 from megatron.data.image_dataset import image_writer
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.launch.host_limits import failure_of_host
+from megatron.launch.host_limits import failure_of_host, try_threads
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.files import record_of
 from megatron.tools.preprocess.corpus import Chunk, read_chunks
@@ -51,7 +53,7 @@ def preprocess(
             the words; there is no document; or there is unfinished output of another job.
         ConfigError: the package that reads an input is missing, the tokenizer has no beginning-of-sequence token, or
             the output cannot be written.
-        ResourceError: the disk is full, or a worker was killed.
+        ResourceError: the disk is full, or a worker cannot be started or was killed.
     """
     tokenizer = _checked_tokenizer(job)
     journal = job.journal
@@ -70,7 +72,8 @@ def preprocess(
         problem = f"cannot write {place}: {error.strerror}{_hint(journal)}"
         if failure_of_host(error) is None:
             raise ConfigError(f"{problem}; name another --output-prefix") from error
-        raise ResourceError(f"{problem}; free some space, or name another --output-prefix") from error
+        advice = "raise ulimit -f" if error.errno == errno.EFBIG else "free some space"
+        raise ResourceError(f"{problem}; {advice}, or name another --output-prefix") from error
     summary.output_bytes = summary.tokens * job.dtype_of(TOKENS, tokenizer.vocab_size).itemsize
     summary.finished = True
     report(summary)
@@ -182,7 +185,7 @@ def _map_in_order(
     if workers == 1:
         yield from map(function, chunks)
         return
-    with ProcessPoolExecutor(workers, initializer=exit_with_parent, initargs=(os.getpid(),)) as pool:
+    with _started(workers) as pool:
         pending: deque[Future[Tokenized]] = deque()
         try:
             for chunk in chunks:
@@ -194,6 +197,24 @@ def _map_in_order(
         finally:
             for future in pending:
                 future.cancel()
+
+
+def _started(workers: int) -> ProcessPoolExecutor:
+    """A pool whose processes have started. Raises ResourceError, and leaves none, if the host does not allow them."""
+    others = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(workers, initializer=exit_with_parent, initargs=(os.getpid(),))
+    try:
+        try_threads(workers + 2)  # a limit of processes counts threads, of which the pool has two
+        pool.submit(int)
+    except (OSError, RuntimeError) as error:
+        for process in {*multiprocessing.active_children()} - {*others}:  # the pool itself would wait for them
+            process.kill()
+            process.join()
+        raise ResourceError(
+            f"--workers {workers}: this host does not allow so many processes ({first_line(error)}): use fewer, or "
+            "raise ulimit -u, or the container's limit"
+        ) from error
+    return pool
 
 
 def _write_chunk(
