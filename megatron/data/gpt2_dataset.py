@@ -236,34 +236,24 @@ class GPT2Dataset(SourceSamples):
 
     def _read(self, indices: Sequence[int]) -> np.ndarray:
         """Tokens of the samples ``indices``, int64 [n, seq_length + 1]."""
-        span, begin_of, before = self.indexed.span, self.indexed.document_start, self.documents.start
-        parts = [
-            span(begin_of(before + document) + start, stop - start)
-            for index in indices
-            for document, start, stop in self._parts(index)
-        ]
-        rows = np.concatenate(parts, dtype=np.int64).reshape(len(indices), -1)
+        spans = [span for index in indices for span in self.spans(index)]
+        rows = np.concatenate([span.tokens() for span in spans], dtype=np.int64).reshape(len(indices), -1)
         if rows.view(np.uint64).max() >= self._vocab_size:  # a negative id is very large as unsigned
-            for part in (part for index in indices for part in self.spans(index)):
-                check_tokens(self.indexed, part.tokens(), f"document {part.document}", self._vocab_size, part.start)
+            for span in spans:
+                check_tokens(self.indexed, span.tokens(), f"document {span.document}", self._vocab_size, span.start)
         return rows
 
     def spans(self, index: int) -> list[Span]:
         """The parts of documents in sample ``index``, in order."""
-        first = self.documents.start
-        return [Span(self.indexed, first + document, *bounds) for document, *bounds in self._parts(index)]
-
-    def _parts(self, index: int) -> list[tuple[int, int, int]]:
-        """Document (counted from the first of the split), start and stop of each part of sample ``index``."""
-        epoch = self.stream.epoch_of(index)
-        maps, begin_of, before = self.maps(epoch), self.indexed.document_start, self.documents.start
+        epoch, indexed, before = self.stream.epoch_of(index), self.indexed, self.documents.start
+        maps, begin_of = self.maps(epoch), indexed.document_start
         sample = maps.shuffle.item(index - self.stream.first_sample(epoch))
         (first, begin), (last, end) = maps.samples[sample : sample + 2].tolist()
-        parts = []
+        spans = []
         for position in range(first, last):
-            document = maps.documents.item(position)
-            parts.append((document, begin, begin_of(before + document + 1) - begin_of(before + document)))
+            document = before + maps.documents.item(position)
+            spans.append(Span(indexed, document, begin, begin_of(document + 1) - begin_of(document)))
             begin = 0
         # The last token of a sample is the first of the next one.
-        parts.append((maps.documents.item(last), begin, end + 1))
-        return parts
+        spans.append(Span(indexed, before + maps.documents.item(last), begin, end + 1))
+        return spans
