@@ -23,6 +23,9 @@ from megatron.tools.inference.model import LanguageModel
 from megatron.tools.inference.prompts import StoppingCriteria
 from megatron.tools.serving.protocol import CompletionRequest, RequestError
 
+Arrived = Piece | RequestError | None
+"""What a request gets: pieces, None after the last one, or the error that ends it."""
+
 
 class Job:
     """A request in the queue. It is cancelled when its client disconnects or its time limit is reached."""
@@ -33,14 +36,14 @@ class Job:
         self.unreleased: list[Piece] = []
         """Pieces that the generator thread has not passed to the event loop yet."""
         self.loop = asyncio.get_running_loop()
-        self._arrived: asyncio.Queue[Piece | RequestError | None] = asyncio.Queue()
+        self.arrived: asyncio.Queue[Arrived] = asyncio.Queue()
         self._on_end = on_end
         self._timers: list[asyncio.TimerHandle] = []
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield the pieces as they arrive. Raises RequestError if generation fails or is cancelled."""
         try:
-            while (arrived := await self._arrived.get()) is not None:
+            while (arrived := await self.arrived.get()) is not None:
                 if isinstance(arrived, RequestError):
                     raise arrived
                 yield arrived
@@ -50,20 +53,12 @@ class Job:
                 timer.cancel()
             self._on_end(self)
 
-    def put(self, *arrived: Piece | RequestError | None) -> None:
-        """Called by the generator thread with pieces, None after the last piece, or the error that ends the request."""
-        put_all([(self, arrived)])
-
-    def released(self, is_done: bool) -> tuple[Piece | None, ...]:
-        """The items to ``put`` after a step: the new pieces of a streamed request; of others, all pieces at the end."""
+    def released(self, is_done: bool) -> tuple[Arrived, ...]:
+        """What to ``send`` after a step: the new pieces of a streamed request; of others, all pieces at the end."""
         if not (is_done or getattr(self.request, "stream", True)):
             return ()
         pieces, self.unreleased = self.unreleased, []
         return (*pieces, None) if is_done else tuple(pieces)
-
-    def take(self, arrived: Piece | RequestError | None) -> None:
-        """The part of ``put`` that runs in the thread of the event loop, for one item."""
-        self._arrived.put_nowait(arrived)
 
     def end_in(self, seconds: float, error: RequestError) -> None:
         """Answer with ``error`` after ``seconds`` unless the job is finished by then."""
@@ -71,20 +66,19 @@ class Job:
 
     def _end(self, error: RequestError) -> None:
         self.is_wanted = False
-        self.take(error)
+        self.arrived.put_nowait(error)
         self._on_end(self)  # the client may have stopped reading
 
 
-def put_all(arrived: Sequence[tuple[Job, tuple[Piece | RequestError | None, ...]]]) -> None:
-    """``put`` for several jobs, with a single wake-up of the event loop."""
+def send(items: Sequence[tuple[Job, Arrived]]) -> None:
+    """Pass items from the generator thread to their jobs, with a single wake-up of the event loop."""
 
     def put() -> None:
-        for job, pieces in arrived:
-            for piece in pieces:
-                job.take(piece)
+        for job, item in items:
+            job.arrived.put_nowait(item)
 
-    if arrived and not arrived[0][0].loop.is_closed():  # closed if the server shut down before the last piece
-        arrived[0][0].loop.call_soon_threadsafe(put)
+    if items and not items[0][0].loop.is_closed():  # closed if the server shut down before the last piece
+        items[0][0].loop.call_soon_threadsafe(put)
 
 
 class RequestQueue:
@@ -285,10 +279,9 @@ class Driver:
                 job.unreleased.append(piece)
             elif job.is_wanted:
                 job.is_wanted = False
-                job.put(RequestError(_NOT_FINITE, status=500))
+                send([(job, RequestError(_NOT_FINITE, status=500))])
         done = [number for number in self._running if not self._batch.has(number)]
-        released = [(job, job.released(number in done)) for number, job in self._running.items()]
-        put_all([(job, pieces) for job, pieces in released if pieces])
+        send([(job, item) for number, job in self._running.items() for item in job.released(number in done)])
         for number in done:
             del self._running[number]
         self._queue.generated_tokens += len(chosen)
@@ -300,8 +293,7 @@ class Driver:
         try:
             yield
         except Exception:
-            for job in jobs.values():
-                job.put(RequestError(_ERROR, status=500))
+            send([(job, RequestError(_ERROR, status=500)) for job in jobs.values()])
             if self._ranks.has_workers:
                 raise
             traceback.print_exc(file=sys.stderr)

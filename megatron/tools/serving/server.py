@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,13 +42,8 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _ADDRESSES = (
-    "POST /v1/chat/completions",
-    "POST /v1/completions",
-    "GET /v1/models",
-    "GET /v1/models/NAME",
-    "GET /health",
-    "GET /metrics",
-    "GET /",
+    "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/NAME, GET /health, GET /metrics, "
+    "GET /"
 )
 _BODY_SECONDS = 20.0
 """Time limit for receiving the body of a request, unless the limit of the entire request is shorter."""
@@ -93,7 +89,7 @@ def build_app(service: Service, queue: RequestQueue) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
         """Answer requests to unknown paths, or with unsupported methods."""
-        message = f"{error.detail}: this server has {', '.join(_ADDRESSES)}"
+        message = f"{error.detail}: this server has {_ADDRESSES}"
         return await rejected(request, RequestError(message, status=error.status_code))
 
     @app.exception_handler(ClientDisconnect)
@@ -147,16 +143,12 @@ def _openai(service: Service, queue: RequestQueue) -> APIRouter:
 
     @router.post("/completions")
     async def completions(request: Request) -> Response:
-        def read(body: bytes) -> CompletionRequest:
-            return read_completion(body, service.model, service.tokenizer, service.limits)
-
+        read = partial(read_completion, model=service.model, tokenizer=service.tokenizer, limits=service.limits)
         return await answer(request, read, CompletionResponse)
 
     @router.post("/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        def read(body: bytes) -> CompletionRequest:
-            return read_chat(body, service.model, service.chat, service.limits)
-
+        read = partial(read_chat, model=service.model, chat=service.chat, limits=service.limits)
         return await answer(request, read, ChatResponse)
 
     async def answer(
