@@ -1,13 +1,11 @@
 """Partial reads of tensors in ``torch.save`` files: a rank only reads the elements that it needs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +13,6 @@ from megatron.checkpoint.checks import check_numbers, name_of, value_at
 from megatron.checkpoint.files import Record
 from megatron.checkpoint.manifest import check_content
 from megatron.checkpoint.tensor_files import check_identity, read_file
-from megatron.common.reading import read_into, regular
 from megatron.model.spec import ParameterSpec
 
 State = dict[str, Any]
@@ -25,7 +22,7 @@ WEIGHT = "fp32"
 
 
 class StoredFile:
-    """A ``torch.save`` file. Its structure is read once, with tensors on the meta device.
+    """A ``torch.save`` file, mapped into memory when its content is first needed.
 
     It is then compared with ``record`` and checked to be from ``iteration``, if these are given. Raises the same errors
     as ``read_file`` and ``check_identity``.
@@ -36,37 +33,23 @@ class StoredFile:
 
     @cached_property
     def content(self) -> Any:
-        """The saved content, with tensors on the meta device."""
+        """The saved content, with mapped tensors."""
         if self._record is not None:
             check_content(self.path, self._record)
+        content = read_file(self.path, mapped=True)
         if self._iteration is not None:
-            check_identity(self.path, self._iteration)
-        return read_file(self.path, outlines=True)
+            check_identity(self.path, content, self._iteration)
+        return content
 
     def find(self, keys: Sequence[Any]) -> Any:
         """The value at a path of keys. Raises CheckpointError if it does not exist."""
         return value_at(self.path, self.content, *keys)
 
     def entry(self, *keys: Any) -> Any:
-        """The value at a path of keys, with a tensor as ``Stored``, or read if it has no dimensions."""
-        if not isinstance(value := self.find(keys), Tensor):
-            return value
-        stored = Stored([Piece(self, keys, 0, value.numel())], value.shape)
-        return stored if value.dim() else stored.read_unchecked()
-
-    def read_into(self, buffer: memoryview, pieces: Iterable["Piece"], dtype: torch.dtype) -> int:
-        """Read ``pieces`` of this file into the beginning of ``buffer``. Returns the number of bytes."""
-        done = 0
-        with open(self.path, "rb", buffering=0, opener=regular) as file:
-            for _, keys, begin, end in pieces:
-                tensor = self.find(keys)
-                if tensor.dtype != dtype or not tensor.is_contiguous() or end > tensor.numel():
-                    raise ValueError(f"{self.path}: {keys[-1]} is another tensor than those that continue it")
-                first = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * dtype.itemsize
-                size = (end - begin) * dtype.itemsize
-                read_into(file, first + begin * dtype.itemsize, buffer[done : done + size])
-                done += size
-        return done
+        """The value at a path of keys, with a tensor as ``Stored`` if it has dimensions."""
+        value = self.find(keys)
+        is_flat = isinstance(value, Tensor) and value.dim() > 0
+        return Stored([Piece(self, keys, 0, value.numel())], value.shape) if is_flat else value
 
 
 class Piece(NamedTuple):
@@ -118,26 +101,15 @@ class Stored:
         return selected.read_all().view(len(rows), end - begin)
 
     def read_all(self) -> Tensor:
-        """Read the tensor into memory. Raises OSError, ValueError as ``read_unchecked``, and CheckpointError unless its
+        """Read the tensor into memory. Raises ValueError for inconsistent pieces, and CheckpointError unless its
         numbers are possible.
         """
-        first, elements = 0, self.read_unchecked()
-        for _, pieces in groupby(self.pieces, lambda piece: piece.file):
-            piece, *others = pieces
-            last = first + sum(one.end - one.begin for one in (piece, *others))
-            check_numbers(piece.file.path, name_of(piece.keys), elements.view(-1)[first:last])
-            first = last
-        return elements
-
-    def read_unchecked(self) -> Tensor:
-        """Read the tensor into memory. Raises OSError, or ValueError for inconsistent pieces."""
-        buffer = np.empty(self.numel() * (itemsize := self.dtype.itemsize), np.uint8)
-        done = 0
-        for file, pieces in groupby(self.pieces, lambda piece: piece.file):
-            done += file.read_into(buffer.data[done:], pieces, self.dtype)
-        if done < len(buffer):
-            raise ValueError(f"{self.path}: {done // itemsize:,} of {self.numel():,} elements are there")
-        return torch.from_numpy(buffer).view(self.dtype).view(self.shape)
+        parts = [file.find(keys).detach().flatten()[begin:end] for file, keys, begin, end in self.pieces]
+        if {part.dtype for part in parts} != {self.dtype} or sum(map(len, parts)) != self.numel():
+            raise ValueError(f"{self.path}: its pieces are not of one type, or not of {self.numel():,} elements")
+        for piece, part in zip(self.pieces, parts, strict=True):
+            check_numbers(piece.file.path, name_of(piece.keys), part)
+        return torch.cat(parts).view(self.shape)
 
 
 def joined(parts: Sequence[Stored]) -> Stored:

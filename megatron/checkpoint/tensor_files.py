@@ -1,10 +1,9 @@
 """Writes ``torch.save`` files, and reads ``torch.save`` and safetensors files without executing code in them."""
 
 import copyreg
-import io
 import re
-import sys
 import warnings
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,11 +12,10 @@ from typing import IO, Any, cast
 
 import safetensors
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, TypedStorage, UntypedStorage
-from torch._weights_only_unpickler import Unpickler
 
 from megatron.checkpoint.files import NewFile, Record
 from megatron.checkpoint.safetensors_files import broken, read_entries
@@ -42,79 +40,53 @@ def write_file(path: Path, content: Any) -> Record:
     return file.close()
 
 
-def read_file(path: Path, *, mapped: bool = False, outlines: bool = False) -> Any:
-    """The content of ``path``, on the CPU, without comparing its hash.
+def read_file(path: Path, *, mapped: bool = False) -> Any:
+    """The content of ``path``, on the CPU, without comparing its hash. ``mapped`` memory-maps the tensors.
 
-    ``mapped`` memory-maps the tensors. With ``outlines`` no tensor is read; they are on the meta device. Raises
-    CheckpointError if the file is missing or damaged, or would run code.
+    Raises CheckpointError if the file is missing or damaged, or would run code.
     """
     try:
-        if mapped or outlines:  # torch maps a record without comparing its size
-            content = _checked(path, ALLOWED, lambda: _load_outlines(path), has_data=False)
-        return content if outlines else load_plain(path, ALLOWED, map_location="cpu", mmap=mapped)
+        return load_plain(path, ALLOWED, map_location="cpu", mmap=mapped)
     except Exception as error:  # torch raises many types for a damaged file
         if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(f"{path} asks for {unsafe[1]}, which could run code; it is not loaded") from None
         raise CheckpointError(f"{path} cannot be read ({first_line(error)})") from error
 
 
-def _load_outlines(path: Path) -> Any:
-    """The content of ``path`` with tensors on the meta device, whose storages have their place in the file.
-
-    ``torch.load`` would compute the places from the sizes, as if no other program had written the file.
-    """
-    reader: Any = torch._C.PyTorchFileReader(str(path))
-    if reader.has_record("byteorder") and reader.get_record("byteorder").decode() != sys.byteorder:
-        raise ValueError("it was written on a machine with another byte order")
-
-    def storage(saved: tuple[Any, ...]) -> TypedStorage:
-        _, kind, key, _, count = saved
-        dtype = torch.uint8 if kind is UntypedStorage else kind.dtype
-        size, name = count * dtype.itemsize, f"data/{key}"
-        if size != (found := reader.get_record_size(name)):
-            raise ValueError(f"{name} has {found:,} bytes, and its tensors need {size:,}")
-        untyped = UntypedStorage(size, device="meta")
-        untyped._checkpoint_offset = reader.get_record_offset(name)
-        return TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
-
-    unpickler: Any = Unpickler(io.BytesIO(reader.get_record("data.pkl")), encoding="utf-8")
-    unpickler.persistent_load = storage
-    try:
-        return unpickler.load()
-    except NotImplementedError:
-        raise ValueError("it holds a quantized or nested tensor, not a dense one of floating point") from None
-
-
-def load_plain(path: Path, allowed: Sequence[Any], **options: Any) -> Any:
+def load_plain(path: Path, allowed: Sequence[Any], *, mmap: bool = False, **options: Any) -> Any:
     """Call ``torch.load`` with the allowed classes and ``options``, without warnings. Raises the errors of torch.
 
     Also raises ValueError for content that no file of this project or of Megatron has: see ``_check_content``.
     """
-    return _checked(path, allowed, lambda: torch.load(path, weights_only=True, **options), has_data=True)
-
-
-def _checked(path: Path, allowed: Sequence[Any], load: Callable[[], Any], *, has_data: bool) -> Any:
     check_archive(path)
     with torch.serialization.safe_globals([*allowed]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about tensor types that _check_content rejects
-        _check_content(content := load(), has_data=has_data)
+        content = torch.load(path, weights_only=True, mmap=mmap, **options)
+    storages = _check_content(content)
+    if mmap:
+        _check_records(path, storages)
     return content
 
 
 _DEEPEST, _LARGEST = 64, 1 << 26
 
 
-def _check_content(content: Any, *, has_data: bool) -> None:
-    """Raise ValueError for containers that are nested too deep (or contain themselves) or have too many values, and for
-    tensors that are sparse, quantized, larger than their data, or without data although the file ``has_data``.
+def _check_content(content: Any) -> dict[int, int]:
+    """The bytes of each tensor's storage by its place in memory.
+
+    Raises ValueError for containers that are nested too deep (or contain themselves) or have too many values, and for
+    tensors that are sparse, quantized, without data or larger than their data.
     """
-    counted: dict[int, int] = {}
+    counted, storages = dict[int, int](), dict[int, int]()
 
     def count(value: Any, depth: int, name: str = "") -> int:
         """Number of values in ``value``; a value that occurs several times is counted each time."""
+        value = vars(value) if isinstance(value, LossScalerBase) else value
         if not isinstance(value, Mapping | list | tuple):
-            if kind := "without data" if has_data and isinstance(value, Tensor) and value.is_meta else _unusual(value):
+            if kind := _unusual(value):
                 raise ValueError(f"{name or 'it'} is {kind}")
+            if isinstance(value, Tensor):
+                storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
             return 1
         if id(value) not in counted:
             if depth > _DEEPEST:
@@ -125,6 +97,7 @@ def _check_content(content: Any, *, has_data: bool) -> None:
 
     if (values := count(content, 0)) > _LARGEST:
         raise ValueError(f"it unfolds to {values:,} values")
+    return storages
 
 
 def _unusual(value: Any) -> str | None:
@@ -133,6 +106,8 @@ def _unusual(value: Any) -> str | None:
         return "a storage, not a tensor"
     if not isinstance(value, Tensor):
         return None
+    if value.is_meta:
+        return "without data"
     if value.layout != torch.strided or value.is_nested:
         return f"a {'nested' if value.is_nested else str(value.layout).removeprefix('torch.')} tensor, not a dense one"
     if value.is_neg() or value.is_conj():
@@ -144,11 +119,25 @@ def _unusual(value: Any) -> str | None:
     return None
 
 
-def check_identity(path: Path, iteration: int) -> None:
-    """Raise CheckpointError if ``path`` would run code, or if the name or iteration recorded in it differs; files of
-    earlier versions have no record. Reads no tensor.
+def _check_records(path: Path, storages: Mapping[int, int]) -> None:
+    """Raise ValueError unless each mapped storage has the size of its record, which torch does not compare."""
+    with zipfile.ZipFile(path) as archive:
+        entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+    records = [entry for entry in entries if "/data/" in entry.filename and entry.file_size]
+    sizes = [size for _, size in sorted(storages.items()) if size]
+    for record, size in zip(records, sizes, strict=False):
+        if record.file_size != size:
+            name = record.filename.partition("/")[2]
+            raise ValueError(f"{name} has {record.file_size:,} bytes, and its tensors need {size:,}")
+    if len(records) != len(sizes):
+        raise ValueError(f"it has {len(records)} records of data for the storages of its tensors, {len(sizes)}")
+
+
+def check_identity(path: Path, content: Any, iteration: int) -> None:
+    """Raise CheckpointError if the name or iteration recorded in ``content``, that of ``path``, differs.
+
+    Files of earlier versions have no record.
     """
-    content = read_file(path, mapped=True)
     metadata = getattr(content, "_metadata", None)
     said = metadata.get(_IDENTITY) if isinstance(metadata, dict) else None
     if said is not None and (not isinstance(said, str) or said != _identity(path.name, iteration)):

@@ -8,7 +8,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
-from io import BufferedIOBase, FileIO
+from io import BufferedIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -73,14 +73,6 @@ def check_archive(path: Path, *, sums: bool = False) -> None:
             raise ValueError("it is compressed, and files of torch are not")
     if broken:
         raise ValueError(f"{broken} is not as its checksum says")
-
-
-def read_into(file: FileIO, offset: int, buffer: memoryview) -> None:
-    """Fill ``buffer`` from ``offset`` on, with one call if the system allows it. Raises EOFError if the file ends."""
-    while len(buffer):
-        if not (count := os.preadv(file.fileno(), [buffer], offset)):
-            raise EOFError(f"{file.name} ends at offset {offset}")
-        buffer, offset = buffer[count:], offset + count
 
 
 LARGEST = 1 << 30

@@ -12,7 +12,7 @@ from support.layouts import layout
 from support.programs import TINY_MODEL, Programs, read_metrics
 from support.training import RankTraining, started_engine
 
-from megatron.checkpoint.stored import Shard, StoredFile
+from megatron.checkpoint.stored import Shard, Stored, StoredFile
 from megatron.model.spec import ParameterSpec
 
 TP2_FP8 = f"tp2 sp {FP8}"
@@ -79,20 +79,19 @@ def test_a_rank_reads_what_it_needs(run_ranks_once, programs: Programs, saved_on
 
 def bytes_of_loading(words: list[str]) -> tuple[int, int]:
     """Bytes of tensors that this rank reads of a checkpoint; those of its weights, moments, and copies to compare."""
-    from megatron.checkpoint import stored
     from megatron.checkpoint.load import load_checkpoint, select_checkpoint
     from megatron.checkpoint.parameter_state import SavedStates
     from megatron.cli import parse_run
     from megatron.engines.state import master_weights
     from megatron.training.preflight import check
 
-    read, counted = stored.read_into, []
+    read, counted = Stored.read_all, []
 
-    def counting(file, offset: int, buffer: memoryview) -> None:
-        counted.append(len(buffer))
-        read(file, offset, buffer)
+    def counting(tensor: Stored) -> torch.Tensor:
+        counted.append(tensor.numel() * tensor.dtype.itemsize)
+        return read(tensor)
 
-    stored.read_into = counting
+    Stored.read_all = counting
     run = check(parse_run(words, os.environ))[0]
     with started_engine(words) as (layout, engine):
         load_checkpoint(engine, run, layout, saved := select_checkpoint(run))

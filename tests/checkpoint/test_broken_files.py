@@ -242,7 +242,6 @@ OTHER_ARCHIVES: dict[str, tuple[Callable[[list[str]], list[str]], dict[str, byte
     "another order": (lambda names: names[::-1], {}, zipfile.ZIP_STORED, None),
     "a short record": (_in_order, {"data/1": bytes(60)}, zipfile.ZIP_STORED, "data/1 has 60 bytes, and its tensors"),
     "a long record": (_in_order, {"data/1": bytes(68)}, zipfile.ZIP_STORED, "data/1 has 68 bytes, and its tensors"),
-    "another byte order": (_in_order, {"byteorder": b"big"}, zipfile.ZIP_STORED, "with another byte order"),
     "compressed": (_in_order, {}, zipfile.ZIP_DEFLATED, "compressed, and files of torch are not"),
 }
 
@@ -255,9 +254,8 @@ def test_tensors_are_read_from_where_the_archive_has_them(tmp_path: Path, case: 
     torch.save(tensors, file := tmp_path / "file.pt")
     _zipped_again(file, order, changes, kind)
     if problem:
-        for options in ({"mapped": True}, {"outlines": True}):
-            with pytest.raises(CheckpointError, match=problem):
-                read_file(file, **options)
+        with pytest.raises(CheckpointError, match=problem):
+            read_file(file, mapped=True)
         return
     for name, tensor in tensors.items():
         assert torch.equal(StoredFile(file).entry(name).read_all(), tensor)

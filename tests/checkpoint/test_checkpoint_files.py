@@ -139,6 +139,5 @@ def test_parts_of_a_file_are_found(tmp_path):
     torch.save(content, tmp_path / "file.pt")
     file = StoredFile(tmp_path / "file.pt")
     assert file.content["shape"].numel() == 12
-    assert all(file.content[name].is_meta for name in ("rows", "trained"))
     assert torch.equal(file.entry("rows").flat(3, 6).read_all(), numbers.flatten()[7:10])
     assert torch.equal(file.entry("trained").read_all(), numbers + 1)

@@ -89,7 +89,7 @@ def read_versions(checkpoint: FoundCheckpoint) -> dict[str, Any] | None:
     """DeepSpeed's version and Megatron's checkpoint version of a checkpoint, whose files must be verified."""
     if checkpoint.saved is None or checkpoint.kind == "universal":
         return None
-    state = read_file(model_file(checkpoint.saved.path, checkpoint.saved.layout, 0), outlines=True)
+    state = read_file(model_file(checkpoint.saved.path, checkpoint.saved.layout, 0), mapped=True)
     return {"DeepSpeed": state.get("ds_version"), "checkpoint": state.get("checkpoint_version")}
 
 
