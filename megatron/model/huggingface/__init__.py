@@ -17,7 +17,8 @@ from megatron.config import ModelConfig
 from megatron.config.positions import ROTATION
 from megatron.model.architectures import GPT2, LLAVA, T5
 from megatron.model.huggingface.bert_and_t5 import BERT_CLASSES, BERT_FORMAT, T5_FORMAT, T5_SHAPE
-from megatron.model.huggingface.formats import GPT2_FORMAT, Format, Shapes, canonical, config_from, config_to, shapes_of
+from megatron.model.huggingface.formats import Format, Shapes, canonical, config_from, config_to, shapes_of
+from megatron.model.huggingface.gpt2 import GPT2_FORMAT
 from megatron.model.huggingface.llama import LLAMA_FORMATS, family_of
 from megatron.model.huggingface.llava import LLAVA_FORMAT, OTHER_FLAGS, PROCESSORS, SHAPE, read_image_fit
 

@@ -194,6 +194,7 @@ T5_FORMAT = Format(
     multiple=None,
     keeps_rows=True,
     read=_read_t5,
+    further={"eod_token": "eos_token_id"},
     derive=_derive_t5,
     missing=lambda config: {
         "--normalization RMSNorm": config.normalization != "RMSNorm",

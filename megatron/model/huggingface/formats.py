@@ -6,9 +6,10 @@
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron.common.errors import CheckpointError, ConfigError, shown
+from megatron.common.reading import type_problem
 from megatron.config import ModelConfig
 from megatron.config.fields import field_problems
 from megatron.model.architectures import architecture_of
@@ -33,15 +34,15 @@ _GELU_KINDS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
 """Hugging Face's names of GELU, and whether it is the tanh approximation; for writing, the first match is used."""
 
 
-_SWITCHES = (
-    *("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "norm_topk_prob"),
-    *("scale_decoder_outputs", "is_encoder_decoder"),
-)
-"""Boolean settings of all formats."""
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Settings that are only kept, or read with the tokenizer; a file in which they are something else is broken."""
-_DTYPES = ("bfloat16", "float16", "float32", "float64", "half", "float", "double")
-"""Values of ``torch_dtype``, or ``dtype``, the type of the weights: names of torch."""
+_Dtype = Literal["bfloat16", "float16", "float32", "float64", "half", "float", "double"]
+"""Names of types of weights in torch."""
+_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), bool),
+    **dict.fromkeys(("norm_topk_prob", "scale_decoder_outputs", "is_encoder_decoder"), bool),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), int | list[int]),
+    **dict.fromkeys(("torch_dtype", "dtype"), _Dtype),
+}
+"""Types of settings of all formats that are no numbers of ``ModelConfig``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,8 @@ class Format:
     """Whether embedding rows beyond the tokenizer's vocabulary are kept."""
     read: Callable[[Mapping[str, Any]], tuple[Fields, list[str]]]
     """Further fields from config.json, and a message for each setting that is wrong."""
+    further: Mapping[str, str] = field(default_factory=dict)
+    """Names in config.json of fields that ``read`` returns, for messages."""
     derive: Callable[[Fields], Fields] = lambda values: {}
     """Derives fields from others, after all checks."""
     missing: Callable[[ModelConfig], Mapping[str, bool]]
@@ -87,29 +90,6 @@ def present(name: str, names: Container[str]) -> str:
     """The variant of ``name`` that is in ``names`` of a file, with or without prefix."""
     variants = (name, name.removeprefix(PREFIX), canonical(name))
     return next((variant for variant in variants if variant in names), canonical(name))
-
-
-_OTHER_NAMES = {
-    "rotary_base": "rope_theta",
-    "pre_tokens": "sliding_window",
-    "eod_token": "eos_token_id",
-    "rope_scaling_factor": "factor",
-    "rotary_seq_len_interpolation_factor": "factor",
-    "yarn_rotary_scaling_factor": "factor",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-    "yarn_mscale": "mscale",
-    "yarn_mscale_all_dim": "mscale_all_dim",
-    "yarn_original_max_position_embeddings": "original_max_position_embeddings",
-    "vision_num_layers": "vision_config: num_hidden_layers",
-    "vision_hidden_size": "vision_config: hidden_size",
-    "vision_image_size": "vision_config: image_size",
-    "vision_patch_size": "vision_config: patch_size",
-    "vision_ffn_hidden_size": "vision_config: intermediate_size",
-    "vision_num_attention_heads": "vision_config: num_attention_heads",
-    "vision_layernorm_epsilon": "vision_config: layer_norm_eps",
-}
-"""Fields of ModelConfig that formats read in functions of their own, to their names in config.json, for messages."""
 
 
 def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: int | None) -> ModelConfig:
@@ -143,7 +123,7 @@ def config_from(form: Format, tree: Mapping[str, Any], path: Path, vocab_size: i
         values["vocab_size"] = vocab_size or values["vocab_size"]
     values["padded_vocab_size"] = values["vocab_size"]
     values |= form.derive(values)
-    theirs = _OTHER_NAMES | {field: name for field, (name, _) in {**form.sizes, **form.numbers}.items()}
+    theirs = {**form.further, **{field: name for field, (name, _) in {**form.sizes, **form.numbers}.items()}}
     if problems := field_problems(ModelConfig, values, names=theirs):
         raise CheckpointError(f"{path}: {problem}" for problem in problems)
     return ModelConfig(**values)
@@ -160,30 +140,15 @@ def _read_values(form: Format, tree: Mapping[str, Any]) -> tuple[Fields, list[st
         if name in tree and tree[name] != value
     ]
     problems += [
-        f"{name} is {shown(given[name])}, and should be true or false"
-        for name in _SWITCHES
-        if type(given.get(name, False)) is not bool
-    ]
-    problems += [
-        f"{name} is {shown(given[name])}, and should be the number of a token, or a list of such numbers"
-        for name in _TOKENS
-        if not _are_tokens(given.get(name))
+        f"{name} is {shown(given[name])}: {problem}"
+        for name, kind in _TYPES.items()
+        if name in given and (problem := type_problem(kind, given[name]))
     ]
     problems += _unknown_ends(given.get("eos_token_id"), values.get("vocab_size"))
-    problems += [
-        f"{name} is {shown(given[name])}, and should be one of {', '.join(_DTYPES[:4])}"
-        for name in ("torch_dtype", "dtype")
-        if given.get(name, _DTYPES[0]) not in _DTYPES
-    ]
     problems += [
         f"{name} is {shown(values[field])}, and should be a whole number above 0"
         for field, (name, default) in form.sizes.items()
         if (name in given or default is None) and (type(values[field]) is not int or values[field] < 1)
-    ]
-    problems += [
-        f"{name} is {shown(values[field])}, and should be a number"
-        for field, (name, _) in form.numbers.items()
-        if type(values[field]) not in (int, float)
     ]
     return values, problems
 
@@ -249,11 +214,6 @@ def read_gelu(name: str, kind: Any) -> tuple[Fields, list[str]]:
     return {"openai_gelu": _GELU_KINDS[kind]}, []
 
 
-def _are_tokens(value: Any) -> bool:
-    """Whether the value of a setting such as eos_token_id has its type: a number, several of them, or None."""
-    return value is None or all(type(id) is int for id in (value if isinstance(value, list) else [value]))
-
-
 _GPT2_END = 50256
 """The end of documents that transformers writes for a GPT-2 with any vocabulary."""
 
@@ -281,78 +241,3 @@ def named(blocks: str, parts: Mapping[str, tuple[str, ...]], others: Mapping[str
         return [others[layer.class_name if layer.class_name in others else module]]
 
     return names
-
-
-def _read_gpt2(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
-    fields, problems = read_gelu("activation_function", tree.get("activation_function", "gelu_new"))
-    return fields | read_end(tree), problems
-
-
-GPT2_FORMAT = Format(
-    title="GPT-2",
-    aliases={
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
-    sizes={
-        "num_layers": ("n_layer", 12),
-        "hidden_size": ("n_embd", 768),
-        "num_attention_heads": ("n_head", 12),
-        "ffn_hidden_size": ("n_inner", 0),
-        "max_position_embeddings": ("n_positions", 1024),
-        "vocab_size": ("vocab_size", 50257),
-    },
-    numbers={
-        "layernorm_epsilon": ("layer_norm_epsilon", 1e-5),
-        "hidden_dropout": ("resid_pdrop", 0.1),
-        "attention_dropout": ("attn_pdrop", 0.1),
-        "init_method_std": ("initializer_range", 0.02),
-    },
-    fixed={
-        "model_type": "gpt2",
-        "tie_word_embeddings": True,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-    },
-    read=_read_gpt2,
-    derive=lambda values: {
-        "ffn_hidden_size": values["ffn_hidden_size"] or 4 * values["hidden_size"],
-        "eod_token": values.get("eod_token", values["vocab_size"] - 1),
-    },
-    missing=lambda config: {
-        "biases in all linear layers": not config.linear_bias,
-        "an output projection that is the embedding": config.untie_embeddings_and_output_weights,
-        "a table of positions": not config.has_position_table,
-        "heads of hidden size / heads": config.head_size * config.num_attention_heads != config.hidden_size,
-        "keys and values for each head": config.query_groups != config.num_attention_heads,
-        "queries and keys that are not normalized": config.qk_layernorm,
-        RESIDUAL: config.apply_residual_connection_post_layernorm,
-        f"attention to all {config.max_position_embeddings} positions (--pre-tokens {config.pre_tokens})": (
-            config.has_window
-        ),
-    },
-    write=lambda config: {
-        "architectures": ["GPT2LMHeadModel"],
-        "bos_token_id": config.eod_token,
-        "eos_token_id": config.eod_token,
-        "activation_function": gelu_name(config),
-        "embd_pdrop": config.hidden_dropout,
-    },
-    tied={"lm_head.weight": f"{PREFIX}wte.weight"},
-    names=named(
-        f"{PREFIX}h",
-        {
-            "input_layernorm": ("ln_1",),
-            "attention.query_key_value": ("attn.c_attn",),
-            "attention.dense": ("attn.c_proj",),
-            "post_attention_layernorm": ("ln_2",),
-            "mlp.dense_h_to_4h": ("mlp.c_fc",),
-            "mlp.dense_4h_to_h": ("mlp.c_proj",),
-        },
-        {"WordEmbedding": f"{PREFIX}wte", "PositionEmbedding": f"{PREFIX}wpe", "LayerNorm": f"{PREFIX}ln_f"},
-    ),
-    transposes=True,
-)

@@ -13,7 +13,7 @@ from megatron.config import ModelConfig
 from megatron.config.fields import shown
 from megatron.model.architectures import GPT2
 from megatron.model.huggingface.formats import RESIDUAL, Fields, Format, Names, read_end
-from megatron.model.huggingface.rotation import read_rotation, write_rotation
+from megatron.model.huggingface.rotation import NAMES, read_rotation, write_rotation
 from megatron.model.spec import LayerSpec
 
 
@@ -271,6 +271,7 @@ def _format(family: Family) -> Format:
         multiple=("num_attention_heads", "num_query_groups"),
         keeps_rows=True,
         read=partial(_read, family),
+        further={**NAMES, "pre_tokens": "sliding_window", "eod_token": "eos_token_id"},
         derive=_derive,
         missing=_missing,
         write=_write,

@@ -200,6 +200,7 @@ LLAVA_FORMAT = Format(
     multiple=None,
     keeps_rows=True,
     read=_read,
+    further={field: f"vision_config: {name}" for field, (name, _) in _DEFAULTS["clip"].items()},
     missing=lambda config: {},
     write=_write,
     tied={

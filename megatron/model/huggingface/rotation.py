@@ -13,6 +13,14 @@ _LLAMA3 = {
     "original_max_position_embeddings": ORIGINAL_LENGTH,
 }
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+NAMES = {
+    "rotary_base": "rope_theta",
+    "rope_scaling_factor": "factor",
+    "rotary_seq_len_interpolation_factor": "factor",
+    **{f"yarn_{name}": name for name in (*_YARN, "original_max_position_embeddings")},
+    "yarn_rotary_scaling_factor": "factor",
+}
+"""Fields of RoPE to their names in config.json."""
 
 
 def read_rotation(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

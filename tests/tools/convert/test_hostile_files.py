@@ -259,7 +259,7 @@ WRONG: list[tuple[dict, dict, str]] = [
     (T5, {"decoder_start_token_id": "0"}, "decoder_start_token_id is '0', and the model has 64 tokens"),
     (MIXTRAL, {"hidden_act": None}, "hidden_act is None, and only 'silu'"),
     (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, of 4 experts"),
-    (MIXTRAL, {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', and should be true or false"),
+    (MIXTRAL, {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no': "),
     (MIXTRAL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and only 1"),
     (MIXTRAL, {"rope_parameters": {"partial_rotary_factor": "1"}}, "partial_rotary_factor is '1', and only 1"),
     (QWEN, {"use_sliding_window": True, "max_window_layers": 0}, "use_sliding_window is true, and only Mi"),
