@@ -1,5 +1,6 @@
 """Checks what the files of several ranks of a checkpoint have in common. ``schema`` checks those of a single rank."""
 
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from megatron.checkpoint.checks import check_numbers, form_errors, wrong
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ranks
 from megatron.checkpoint.parameter_state import SavedStates
-from megatron.checkpoint.schema import Steps, check_numbering, check_steps
+from megatron.checkpoint.schema import Steps, check_numbering, check_same
 
 _ALL = slice(None)
 _ROUNDING = 1e-3
@@ -46,7 +47,7 @@ def step_counts(states: SavedStates, part: slice = _ALL) -> Steps:
     with form_errors(states.saved.path):
         for file, base in states.files.optimizers(part):
             steps |= check_numbering(file, base, states.saved.iteration)
-        check_steps(steps)
+        check_same("step counts", [steps])
     return steps
 
 
@@ -71,7 +72,7 @@ def check_equal(place: Path, name: str, copy: Tensor, first: Tensor, where: str)
 
 def check_share_of_states(states: SavedStates) -> None:
     """``check_states``, distributed: each rank checks every n-th part. Every rank must call it."""
-    gathered_on_rank_0(lambda: check_states(states, _own_share()), lambda found: check_steps(*found))
+    gathered_on_rank_0(lambda: check_states(states, _own_share()), partial(check_same, "step counts"))
 
 
 def check_share_of_copies(states: SavedStates) -> None:

@@ -37,14 +37,10 @@ def form_errors(place: Path) -> Iterator[None]:
             raise gone(place) from error
         if not isinstance(error, _FORM):
             raise
-        raise CheckpointError(f"{place} {_problem(error)}") from error
-
-
-def _problem(error: BaseException) -> str:
-    if isinstance(error, KeyError) and error.args:
-        return f"lacks {error.args[0]}"
-    more = f" ({first_line(error)})" if isinstance(error, ValueError) else ""
-    return f"lacks a part, or holds one of another form{more}"
+        more = f" ({first_line(error)})" if isinstance(error, ValueError) else ""
+        form = f"lacks a part, or holds one of another form{more}"
+        problem = f"lacks {error.args[0]}" if isinstance(error, KeyError) and error.args else form
+        raise CheckpointError(f"{place} {problem}") from error
 
 
 def value_at(place: object, content: Any, *keys: Any) -> Any:
@@ -89,14 +85,9 @@ def check_numbers(place: object, name: str, found: Tensor) -> None:
 
 def check_outline(place: object, name: str, found: Any, shape: Shape, dtype: torch.dtype | None = None) -> None:
     """Raise CheckpointError unless ``found``, a tensor or ``Stored``, has this shape and type (default: any float)."""
-    type_found, shape_found = getattr(found, "dtype", None), getattr(found, "shape", None)
-    is_float = type_found in _FLOATS
-    if (
-        shape_found is None
-        or tuple(shape_found) != tuple(shape)
-        or not (is_float if dtype is None else dtype == type_found)
-    ):
-        expected = dtype or (type_found if is_float else torch.float32)
+    type_found, allowed = getattr(found, "dtype", None), _FLOATS if dtype is None else (dtype,)
+    if type_found not in allowed or tuple(found.shape) != tuple(shape):
+        expected = type_found if type_found in allowed else dtype or torch.float32
         raise wrong(place, name, outline(found), outline(torch.empty(tuple(shape), dtype=expected, device="meta")))
 
 

@@ -296,9 +296,7 @@ def _state(
     ``of`` maps a key path to the parameter's part of the tensor there.
     """
     state: State = {WEIGHT: of(weights)}
-    for key, value in numbered_state(file.find(place), number).items():
-        if not isinstance(value, Tensor | int | float | None):
-            raise wrong(file.path, f"state[{number}].{key}", outline(value), "a tensor or a number")
+    for key, value in numbered_state(file.path, file.find(place), number).items():
         if key not in _OF_MATRICES:
             keys = (*place, "state", number, key)
             if isinstance(value, Tensor):

@@ -1,7 +1,6 @@
 """Resharding: loads weights and optimizer state on any layout; each rank reads only its parts."""
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -120,36 +119,28 @@ def load_states(
             states[name] = state
         return states
 
-    checked: dict[str, State] = {}
-    on_all_ranks(lambda: checked.update(outlines()))  # before anything is copied
+    checked = on_all_ranks(outlines)  # before anything is copied
     masters, errors = master_weights(engine), list[CheckpointError]()
 
     def part(value: Any, begin: int, length: int) -> Tensor:
         """Elements of a part of a state; after an error zeros, since the other ranks wait in collectives."""
-        with _kept(errors), form_errors(source):
-            end = begin + length
-            if not errors:
-                return (value.read(begin, end) if isinstance(value, Shard) else value.flatten()[begin:end]).float()
+        end = begin + length
+        try:
+            with form_errors(source):
+                if not errors:
+                    return (value.read(begin, end) if isinstance(value, Shard) else value.flatten()[begin:end]).float()
+        except CheckpointError as error:
+            errors.append(error)
         return torch.zeros(length)
+
+    def raise_error() -> None:
+        if errors:
+            raise errors[0]
 
     with optimizer_notified(engine), torch.no_grad():
         for name, parameter in parameters:
             _copy_state(engine, part, parameter, checked.pop(name), masters.get(parameter))
-    on_all_ranks(lambda: _raise_first(errors))
-
-
-@contextmanager
-def _kept(errors: list[CheckpointError]) -> Iterator[None]:
-    """Append a CheckpointError of the block to ``errors``."""
-    try:
-        yield
-    except CheckpointError as error:
-        errors.append(error)
-
-
-def _raise_first(errors: Sequence[CheckpointError]) -> None:
-    for error in errors:
-        raise error
+    on_all_ranks(raise_error)
 
 
 def _copy_state(
@@ -160,7 +151,6 @@ def _copy_state(
     master: MasterWeight | None,
 ) -> None:
     """Copy this rank's parts of a parameter's state, which ``part`` reads, into the model and the optimizer."""
-
     if (own := own_weights(parameter)) is not None:
         weights, first = part(state[WEIGHT], own.begin, own.length), own.begin
         own.tensor.view(-1)[: own.length].copy_(weights)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron.checkpoint.checks import value_at
+from megatron.checkpoint.checks import outline, value_at, wrong
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import expert_file, model_file, optimizer_file
-from megatron.checkpoint.stored import StoredFile
+from megatron.checkpoint.stored import Stored, StoredFile
 from megatron.checkpoint.tensor_files import read_file
 from megatron.common.errors import CheckpointError
 
@@ -90,8 +91,14 @@ class SavedFiles:
         return ("optimizer", "optimizer_state_dict")[: 1 + ("optimizer_state_dict" in file.find(["optimizer"]))]
 
 
-def numbered_state(base: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The state of tensor ``number`` in the optimizer ``base``, with the step count, which may be kept by the group."""
+def numbered_state(place: object, base: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The state of tensor ``number`` in the optimizer ``base``, with the step count, which may be kept by the group.
+
+    Raises CheckpointError with the file ``place`` for values other than tensors and numbers.
+    """
     group: Mapping[str, Any] = next((group for group in base["param_groups"] if number in group["params"]), {})
     step = {"step": group["step"]} if "step" in group else {}
-    return {**step, **base["state"].get(number, {})}
+    for key, value in (state := {**step, **base["state"].get(number, {})}).items():
+        if not isinstance(value, Tensor | Stored | int | float | None):
+            raise wrong(place, f"state[{number}].{key}", outline(value), "a tensor or a number")
+    return state

@@ -68,8 +68,6 @@ def check_state(place: object, name: str, state: State, shape: Shape, updates: U
             check_outline(file, f"{name}.{key}", value, shapes.get(key, shape), dtype)
             if isinstance(value, Tensor):
                 check_numbers(file, f"{name}.{key}", value)
-        elif not isinstance(value, Tensor | int | float | None):
-            raise wrong(place, f"{name}.{key}", outline(value), "a tensor or a number")
     return _check_step(place, name, state, updates.most)
 
 
@@ -89,7 +87,7 @@ def check_numbering(place: Path, base: Mapping[str, Any], most: int) -> Steps:
     count = max([len(numbers), *(number + 1 for number in base["state"] if isinstance(number, int))])
     if numbers != list(range(count)):
         raise wrong(place, "the numbers of the parameters in the groups", str(numbers), f"0 to {count - 1}")
-    steps = {_check_step(place, f"state[{number}]", numbered_state(base, number), most) for number in numbers}
+    steps = {_check_step(place, f"state[{number}]", numbered_state(place, base, number), most) for number in numbers}
     return {step: place for step in steps if step is not None}
 
 
@@ -104,12 +102,7 @@ def check_loss_scale(place: object, state: Mapping[str, Any]) -> float:
     return scale
 
 
-def check_steps(*found: Steps) -> None:
-    """Raise CheckpointError if parameters have different step counts."""
-    _check_equal("step counts", found)
-
-
-def _check_equal(what: str, found: Iterable[Mapping[Any, Path]]) -> None:
+def check_same(what: str, found: Iterable[Mapping[Any, Path]]) -> None:
     """Raise CheckpointError if numbers of an optimizer, each with a file that has it, differ."""
     places = {number: file for part in found for number, file in part.items()}
     if len(numbers := sorted(places)) > 1:
@@ -154,8 +147,8 @@ def read_rank_files(
 
     def check(found: list[tuple[Steps, dict[float, Path]]]) -> None:
         if has_spec:
-            check_steps(*(steps for steps, _ in found))
-        _check_equal("loss scales", [scales for _, scales in found])
+            check_same("step counts", [steps for steps, _ in found])
+        check_same("loss scales", [scales for _, scales in found])
 
     with optimizer_notified(engine):
         gathered_on_rank_0(read, check)
@@ -213,19 +206,16 @@ def _check_optimizer(
         raise wrong(place, "the numbers of the parameters in the groups", str(numbers), str(ours))
     steps = set()
     for number in sum(numbers, []):
-        state = numbered_state(base, number)
+        state = numbered_state(place, base, number)
         steps.add(check_state(place, f"state[{number}]", state, tensors[number].shape, updates))
         for key, value in state.items():
+            if not isinstance(value, Tensor) or value.shape != tensors[number].shape:
+                continue
             # Optimizer kernels use the strides of the weight.
-            if isinstance(value, Tensor) and value.shape == tensors[number].shape:
-                _check_strides(place, f"state[{number}].{key}", value, tensors[number])
+            own, ours = ([*compress(t.stride(), (size > 1 for size in t.shape))] for t in (value, tensors[number]))
+            if own != ours:
+                raise wrong(place, f"state[{number}].{key}", f"of strides {own}", f"of {ours}")
     return {step: place for step in steps if step is not None}
-
-
-def _check_strides(place: Path, name: str, found: Tensor, expected: Tensor) -> None:
-    strides = [[*compress(tensor.stride(), (size > 1 for size in tensor.shape))] for tensor in (found, expected)]
-    if strides[0] != strides[1]:
-        raise wrong(place, name, f"of strides {strides[0]}", f"of {strides[1]}")
 
 
 def _check_weights(place: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

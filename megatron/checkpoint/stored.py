@@ -48,8 +48,7 @@ class StoredFile:
     def entry(self, *keys: Any) -> Any:
         """The value at a path of keys, with a tensor as ``Stored`` if it has dimensions."""
         value = self.find(keys)
-        is_flat = isinstance(value, Tensor) and value.dim() > 0
-        return Stored([Piece(self, keys, 0, value.numel())], value.shape) if is_flat else value
+        return Stored([Piece(self, keys, 0, value.numel())], value.shape) if is_flat(value) else value
 
 
 class Piece(NamedTuple):

@@ -186,18 +186,12 @@ def check_layout(saved: SavedRun, names: Iterable[str]) -> None:
             found[str(match.lastgroup)].add(int(match[match.lastindex or 0]))
     shards, partitions = layout.model_parallel_size, layout.zero_ranks
     parts = shards * max(layout.pipe_parallel_size, 1)
-    expected = {"shards": shards, "parts": parts, "partitions": partitions, "ranks": parts * partitions}
-    for kind, size in expected.items():
+    for kind, size, files in (
+        ("shards", shards, "tensor-parallel shards"),
+        ("parts", parts, "model-parallel ranks"),
+        ("partitions", partitions, "partitions of the optimizer"),
+        ("ranks", parts * partitions, "ranks with random states"),
+    ):
         if kind in found and found[kind] != set(range(size)):
-            raise CheckpointError(
-                f"{saved.path / RUN_FILE}: the layout ({layout}) has {size} {_FILES[kind]}, but there are files of "
-                f"{len(found[kind])}"
-            )
-
-
-_FILES = {
-    "ranks": "ranks with random states",
-    "shards": "tensor-parallel shards",
-    "parts": "model-parallel ranks",
-    "partitions": "partitions of the optimizer",
-}
+            has = f"the layout ({layout}) has {size} {files}, but there are files of {len(found[kind])}"
+            raise CheckpointError(f"{saved.path / RUN_FILE}: {has}")

@@ -148,4 +148,4 @@ def _state_of_rank_0(path: Path, layout: SavedLayout, is_first: bool) -> dict[st
     else:
         state = read_file(model_file(path, layout, 0), mapped=True)["optimizer"]
     base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state
-    return numbered_state(base, 0 if is_first else base["param_groups"][-1]["params"][-1])
+    return numbered_state(path, base, 0 if is_first else base["param_groups"][-1]["params"][-1])
