@@ -78,10 +78,7 @@ FAMILIES = {
                 "block_sparse_moe.gate",
                 "block_sparse_moe.experts",
                 ("w1", "w3", "w2"),
-                {
-                    "num_experts": ("num_local_experts", None),
-                    "moe_router_topk": ("num_experts_per_tok", None),
-                },
+                {"num_experts": ("num_local_experts", None), "moe_router_topk": ("num_experts_per_tok", None)},
             ),
         ),
         Family(
