@@ -75,7 +75,7 @@ def _of_files(engine: Any, folder: Path, rounds: int) -> list[Comparison]:
     file.write_suite()
     file.write_safetensors()
     readers = {
-        "suite": lambda: file.take(_tensors(read_file(path, mapped=True))),
+        "suite": lambda: file.take(_tensors(read_file(path))),
         "safetensors": lambda: file.take(load_file(file.other).items()),
         "torch.load": lambda: file.take(_tensors(torch.load(path, weights_only=False))),
     }

@@ -18,29 +18,23 @@ from megatron.model.spec import architecture_of
 
 _SHAPE_FIELDS = {
     "architecture": "the model",
-    "num_layers": "--num-layers",
-    "encoder_num_layers": "--encoder-num-layers",
-    "decoder_num_layers": "--decoder-num-layers",
-    "hidden_size": "--hidden-size",
-    "ffn_hidden_size": "--ffn-hidden-size",
-    "num_attention_heads": "--num-attention-heads",
+    **{
+        name: "--" + name.replace("_", "-")
+        for name in """num_layers encoder_num_layers decoder_num_layers hidden_size ffn_hidden_size num_attention_heads
+        normalization qk_layernorm untie_embeddings_and_output_weights relative_attention_num_buckets num_experts
+        moe_shared_expert_intermediate_size""".split()
+    },
     "query_groups": "--num-query-groups",
     "head_size": "--kv-channels",
     "activation": "the activation of the MLP",
-    "normalization": "--normalization",
-    "qk_layernorm": "--qk-layernorm",
     "linear_bias": "the bias of linear layers",
     "qkv_bias": "the bias of queries, keys and values",
-    "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
     "position_weights": "--position-embedding-type",
-    "relative_attention_num_buckets": "--relative-attention-num-buckets",
     "position_rows": "--max-position-embeddings",
     "vocab_size": "the vocabulary's size",
     "classes": "the list of classes",
-    "num_experts": "--num-experts",
     "expert_layers": "--moe-layer-freq",
     "expert_size": "--moe-ffn-hidden-size",
-    "moe_shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size",
 }
 """Fields and properties of ModelConfig that decide shapes, and their names in messages."""
 _HEADS = "--num-attention-heads"

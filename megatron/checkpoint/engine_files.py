@@ -149,7 +149,7 @@ class EngineFiles(CheckpointEngine):
         """
         if Path(path).name in self._preloaded:
             return self._preloaded[Path(path).name]
-        content = read_file(Path(path), mapped=True)
+        content = read_file(Path(path))
         if Path(path).name.startswith("layer_"):
             return content
         return {key: value if key == "module" else in_host_memory(value) for key, value in content.items()}

@@ -58,7 +58,7 @@ def check_share(saved: SavedRun, manifest: Manifest) -> None:
     for name in names[dist.get_rank() :: dist.get_world_size()]:
         check_content(saved.path / name, manifest[name])
         if name.endswith(".pt"):
-            check_identity(saved.path / name, read_file(saved.path / name, mapped=True), saved.iteration)
+            check_identity(saved.path / name, read_file(saved.path / name), saved.iteration)
 
 
 def rng_file(tag_folder: Path, rank: int) -> Path:

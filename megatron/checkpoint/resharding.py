@@ -80,13 +80,13 @@ def _read_shared(
     """
     path, layout, scaling = saved.path, saved.layout, {}
     with form_errors(path):
-        shared = read_file(file := model_file(path, layout, 0), mapped=True)
+        shared = read_file(file := model_file(path, layout, 0))
         applied = check_counts(file, shared, saved, progress=progress)
         if progress:
             engine.lr_scheduler.chosen(value_at(file, shared, "lr_scheduler"))
         if optimizer and layout.has_optimizer_partitions:
             file = optimizer_file(path, layout, 0, 0)
-            scaling = value_at(file, read_file(file, mapped=True), "optimizer_state_dict")
+            scaling = value_at(file, read_file(file), "optimizer_state_dict")
         elif optimizer:
             scaling = value_at(file, shared, "optimizer")
         check_loss_scale(file, scaling)

@@ -207,48 +207,12 @@ def describe(
     }
 
 
-_OPTIMIZER_FIELDS = {
-    "sgd": ("sgd_momentum",),
-    "muon": (
-        "muon_momentum",
-        "muon_nesterov",
-        "muon_num_ns_steps",
-        "muon_coefficient_type",
-        "muon_scale_mode",
-        "muon_extra_scale_factor",
-        "muon_split_qkv",
-    ),
-}
-"""Settings that only one optimizer has."""
-
-
-_EXPERT_FIELDS = (
-    "moe_router_topk",
-    "moe_router_pre_softmax",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_router_dtype",
-    "moe_expert_capacity_factor",
-)
-
-
-_LAYER_FIELDS = (
-    "pre_tokens",
-    "openai_gelu",
-    "layernorm_epsilon",
-    "apply_residual_connection_post_layernorm",
-    "lora_dropout",
-)
-_IMAGE_FIELDS = (
-    "image_token_id",
-    "image_fit",
-    "vision_layernorm_epsilon",
-    "vision_feature_layer",
-    "vision_feature_select_strategy",
-    "vision_lr_mult",
-    "projector_lr_mult",
-)
+_EXPERT_FIELDS = """moe_router_topk moe_router_pre_softmax moe_router_load_balancing_type moe_aux_loss_coeff
+    moe_z_loss_coeff moe_router_dtype moe_expert_capacity_factor""".split()
+_LAYER_FIELDS = """pre_tokens openai_gelu layernorm_epsilon apply_residual_connection_post_layernorm
+    lora_dropout""".split()
+_IMAGE_FIELDS = """image_token_id image_fit vision_layernorm_epsilon vision_feature_layer
+    vision_feature_select_strategy vision_lr_mult projector_lr_mult""".split()
 
 
 def settings_of(run: RunConfig) -> dict[str, Any]:
@@ -270,7 +234,7 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
         **formulas_of(run.model),
         **(_flags(run.model, *_EXPERT_FIELDS) if run.model.has_experts else {}),
         **_flags(run.optim, "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
-        **_flags(run.optim, *_OPTIMIZER_FIELDS.get(run.optim.optimizer, ())),
+        **_flags(run.optim, *(name for name in vars(run.optim) if name.startswith(f"{run.optim.optimizer}_"))),
     }
 
 

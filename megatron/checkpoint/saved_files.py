@@ -14,7 +14,6 @@ from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import expert_file, model_file, optimizer_file
 from megatron.checkpoint.stored import Stored, StoredFile
-from megatron.checkpoint.tensor_files import read_file
 from megatron.common.errors import CheckpointError
 
 Shapes = Mapping[str, torch.Size]
@@ -36,11 +35,6 @@ class SavedFiles:
             lambda file: StoredFile(file, manifest.get(file.relative_to(saved.path).as_posix()), iteration)
         )
         self.groups = cache(self._groups)
-
-    def read(self, file: Path) -> Any:
-        """The content of a file, with its tensors in memory."""
-        self.opened(file).find(())  # compares it with the manifest
-        return read_file(file)
 
     def model(self, mp_rank: int, zero_rank: int = 0) -> StoredFile:
         """The file of a model-parallel rank; at ZeRO 3 also of a data-parallel one."""

@@ -113,16 +113,8 @@ class SavedLayout:
 
     def has_same_ranks(self, other: "SavedLayout") -> bool:
         """Whether each rank has the same layers, shards and samples in both layouts."""
-        names = (
-            "model_parallel_size",
-            "pipe_parallel_size",
-            "data_parallel_size",
-            "ds_sequence_parallel_size",
-            "context_parallel_size",
-            "pipeline_schedule",
-            "partition",
-            "expert_parallel_size",
-        )
+        names = """model_parallel_size pipe_parallel_size data_parallel_size ds_sequence_parallel_size
+            context_parallel_size pipeline_schedule partition expert_parallel_size""".split()
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
 

@@ -36,7 +36,7 @@ class StoredFile:
         """The saved content, with mapped tensors."""
         if self._record is not None:
             check_content(self.path, self._record)
-        content = read_file(self.path, mapped=True)
+        content = read_file(self.path)
         if self._iteration is not None:
             check_identity(self.path, content, self._iteration)
         return content

@@ -40,13 +40,13 @@ def write_file(path: Path, content: Any) -> Record:
     return file.close()
 
 
-def read_file(path: Path, *, mapped: bool = False) -> Any:
-    """The content of ``path``, on the CPU, without comparing its hash. ``mapped`` memory-maps the tensors.
+def read_file(path: Path) -> Any:
+    """The content of ``path``, on the CPU, without comparing its hash. Its tensors are mapped into memory.
 
     Raises CheckpointError if the file is missing or damaged, or would run code.
     """
     try:
-        return load_plain(path, ALLOWED, map_location="cpu", mmap=mapped)
+        return load_plain(path, ALLOWED, map_location="cpu", mmap=True)
     except Exception as error:  # torch raises many types for a damaged file
         if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(f"{path} asks for {unsafe[1]}, which could run code; it is not loaded") from None
@@ -106,14 +106,15 @@ def _unusual(value: Any) -> str | None:
         return "a storage, not a tensor"
     if not isinstance(value, Tensor):
         return None
-    if value.is_meta:
-        return "without data"
-    if value.layout != torch.strided or value.is_nested:
-        return f"a {'nested' if value.is_nested else str(value.layout).removeprefix('torch.')} tensor, not a dense one"
-    if value.is_neg() or value.is_conj():
-        return f"a lazily {'negated' if value.is_neg() else 'conjugated'} view, not a tensor with its numbers"
-    if value.is_quantized:
-        return f"a quantized tensor of type {str(value.dtype).removeprefix('torch.')}, not one of floating point"
+    kinds = {
+        "nested": value.is_nested,
+        str(value.layout).removeprefix("torch."): value.layout != torch.strided,
+        "quantized": value.is_quantized,
+        "lazily negated": value.is_neg(),
+        "lazily conjugated": value.is_conj(),
+    }
+    if value.is_meta or any(kinds.values()):
+        return next((f"a {kind} tensor, not a dense one" for kind, is_so in kinds.items() if is_so), "without data")
     if value.nbytes > (size := value.untyped_storage().nbytes()):
         return f"a tensor of {value.nbytes:,} bytes with {size:,} bytes of data"
     return None

@@ -109,7 +109,7 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (RANK, put(f"{STATE}/step", lambda _: True), r"state\[0\].step is True"),
         (RANK, put(f"{STATE}/step", lambda _: torch.tensor(True)), r"state\[0\].step is True"),
         (RANK, put(f"{STATE}/step", lambda _: torch.tensor(1.0)), r"step counts are \[1, 3\]"),
-        (RANK, put(f"{STATE}/exp_avg", lambda t: torch._neg_view(-t)), "exp_avg is a lazily negated view"),
+        (RANK, put(f"{STATE}/exp_avg", lambda t: torch._neg_view(-t)), "exp_avg is a lazily negated tensor"),
         (RANK, put("module/3.attention.dense.weight", lambda t: t.to(torch.float8_e4m3fn)), "weight is float8_e4m3fn"),
         (RANK, put("optimizer/param_groups", lambda g: g[::-1]), "numbers of the parameters in the groups"),
         (RANK, put("module/3.attention.dense.weight", lambda t: t.int()), "dense.weight is int32"),

@@ -144,8 +144,8 @@ def state_without_files(states: SavedStates, name: str, shape: Sequence[int], *_
 @cache
 def _state_of_rank_0(path: Path, layout: SavedLayout, is_first: bool) -> dict[str, Any]:
     if layout.has_optimizer_partitions:
-        state = read_file(optimizer_file(path, layout, 0, 0), mapped=True)["optimizer_state_dict"]
+        state = read_file(optimizer_file(path, layout, 0, 0))["optimizer_state_dict"]
     else:
-        state = read_file(model_file(path, layout, 0), mapped=True)["optimizer"]
+        state = read_file(model_file(path, layout, 0))["optimizer"]
     base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state
     return numbered_state(path, base, 0 if is_first else base["param_groups"][-1]["params"][-1])

@@ -122,7 +122,7 @@ def read_tensors(path: Path) -> Mapping[str, Tensor]:
 
 def _read_pickled(path: Path) -> dict[str, tuple[Tensor, Path]]:
     """The tensors of a pickled file, mapped into memory, each with the file."""
-    tensors = read_file(path, mapped=True)
+    tensors = read_file(path)
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
     ):

@@ -89,7 +89,7 @@ def read_versions(checkpoint: FoundCheckpoint) -> dict[str, Any] | None:
     """DeepSpeed's version and Megatron's checkpoint version of a checkpoint, whose files must be verified."""
     if checkpoint.saved is None or checkpoint.kind == "universal":
         return None
-    state = read_file(model_file(checkpoint.saved.path, checkpoint.saved.layout, 0), mapped=True)
+    state = read_file(model_file(checkpoint.saved.path, checkpoint.saved.layout, 0))
     return {"DeepSpeed": state.get("ds_version"), "checkpoint": state.get("checkpoint_version")}
 
 
@@ -145,7 +145,7 @@ def _check_sums(file: Path) -> None:
 
 
 def _fp32(file: Path) -> Tensor:
-    value = read_file(file, mapped=True)
+    value = read_file(file)
     value = value.get("param") if isinstance(value, Mapping) else value
     if not isinstance(value, Tensor) or not value.is_floating_point():
         raise wrong(file, "param", outline(value), "a tensor of floating point")
@@ -213,7 +213,7 @@ def _write_states(
             opened.fileno(), 0, file.stat().st_size
         )  # a full disk raises an error here, but SIGBUS below
     with set_default_mmap_options(mmap.MAP_SHARED):
-        mapped = read_file(file, mapped=True)["module"]
+        mapped = read_file(file)["module"]
     for name in progress_bar(outlines, desc="writing"):
         weight = weights[name]
         mapped[name][: len(weight)].copy_(weight)

@@ -130,7 +130,7 @@ def _write(saved: SavedRun, folder: Path) -> None:
             state = states.shard(name, spec.shape)
             check_state(saved.path, name, state, spec.shape, Updates(most=saved.iteration))
             _write_parameter(folder / "zero" / name, spec, in_memory(state))
-        shared = states.files.read(file := model_file(saved.path, saved.layout, 0))
+        shared = states.files.opened(file := model_file(saved.path, saved.layout, 0)).content
         check_counts(file, shared, saved, progress=shared["lr_scheduler"] is not None)
         common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
         write_file(folder / SHARED_FILE, common)
@@ -152,7 +152,8 @@ def _optimizer(states: SavedStates, shared: dict[str, Any], step: Any) -> dict[s
     """Hyperparameters and loss scale, under the names that DeepSpeed reads at its ZeRO stages."""
     saved = states.saved
     if saved.layout.has_optimizer_partitions:
-        state = states.files.read(file := optimizer_file(saved.path, saved.layout, 0, 0))["optimizer_state_dict"]
+        file = optimizer_file(saved.path, saved.layout, 0, 0)
+        state = states.files.opened(file).content["optimizer_state_dict"]
     else:
         file, state = model_file(saved.path, saved.layout, 0), shared["optimizer"]
     check_loss_scale(file, state)
