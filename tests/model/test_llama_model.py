@@ -17,7 +17,7 @@ from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.config.model import padded_vocabulary
 from megatron.engines.containers import sequential_model
 from megatron.model.huggingface import config_of as read_config
-from megatron.model.huggingface import source_shapes, write_config
+from megatron.model.huggingface import source_shapes
 from megatron.model.huggingface.llama import family_of
 from megatron.model.rotary import frequencies, rotation_tables
 from megatron.parallel.layout import ParallelLayout
@@ -25,6 +25,7 @@ from megatron.tools.convert.full_model import FullModel
 from megatron.tools.convert.inspection import find
 from megatron.tools.convert.inspection import read_config as read_checkpoint_config
 from megatron.tools.convert.load_and_save import write_checkpoint
+from megatron.tools.convert.written_config import write_config
 from megatron.tools.inference.batches import DecodingBatch
 from megatron.tools.inference.model import LanguageModel, load_model
 from megatron.tools.inference.source import Source

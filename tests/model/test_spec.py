@@ -12,7 +12,8 @@ from megatron.checkpoint.saved_layout import SavedLayout
 from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig, RunConfig
 from megatron.model.architectures import architecture_of
-from megatron.model.huggingface import config_of, model_arguments, model_title, write_config
+from megatron.model.huggingface import config_of, model_arguments, model_title
+from megatron.tools.convert.written_config import write_config
 from megatron.tools.inference.source import config_on
 from megatron.training.summary import describe_config
 

@@ -3,10 +3,9 @@
 GPT-2, the models of the Llama family, BERT, T5 1.1 and LLaVA are converted in both directions.
 """
 
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +16,7 @@ from megatron.config import ModelConfig
 from megatron.config.positions import ROTATION
 from megatron.model.architectures import GPT2, LLAVA, T5
 from megatron.model.huggingface.bert_and_t5 import BERT_CLASSES, BERT_FORMAT, T5_FORMAT, T5_SHAPE
-from megatron.model.huggingface.formats import Format, Shapes, canonical, config_from, config_to, shapes_of
+from megatron.model.huggingface.formats import Format, Shapes, canonical, config_from, shapes_of
 from megatron.model.huggingface.gpt2 import GPT2_FORMAT
 from megatron.model.huggingface.llama import LLAMA_FORMATS, family_of
 from megatron.model.huggingface.llava import LLAVA_FORMAT, OTHER_FLAGS, PROCESSORS, SHAPE, read_image_fit
@@ -36,7 +35,6 @@ _BUFFER = re.compile(
     r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
 )
 """Names of tensors in older files that no model uses: causal mask, RoPE frequencies, position ids, a bias of T5."""
-_TOKENS = ("bos_token_id", "eos_token_id")
 
 
 def read_config(folder: Path, *, vocab_size: int | None = None) -> ModelConfig:
@@ -93,7 +91,7 @@ def model_title(config: ModelConfig) -> str:
         return "GPT" if not config.swiglu else "Llama with experts" if config.has_experts else "Llama"
 
 
-_RESOLVED = {"num_query_groups": "query_groups", "kv_channels": "head_size", "moe_ffn_hidden_size": "expert_size"}
+RESOLVED = {"num_query_groups": "query_groups", "kv_channels": "head_size", "moe_ffn_hidden_size": "expert_size"}
 """Flags to the property with their resolved value: the flag itself may be unset."""
 _SHAPE = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size"),
@@ -117,27 +115,9 @@ _OTHER_FLAGS = (
 )
 
 
-_TRAINING_FIELDS = frozenset(
-    """
-    lora_rank lora_alpha lora_dropout lora_target moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
-    moe_router_dtype moe_token_dispatcher_type moe_grouped_gemm moe_per_layer_logging text_seq_length text_samples
-    images_per_micro_batch image_slots image_fit freeze_vision freeze_projector freeze_language_model vision_lr_mult
-    moe_expert_capacity_factor moe_pad_expert_input_to_capacity recompute_mlp_activation
-    projector_lr_mult model_preset make_vocab_size_divisible_by bias_gelu_fusion bias_dropout_fusion compile tiled_mlp
-    tiled_mlp_num_shards gradient_accumulation_fusion fp8_format fp8_recipe fp8_min_size
-    fused_kernels attention_dropout hidden_dropout init_method_std
-    apply_query_key_layer_scaling attention_softmax_in_fp32 fp16_lm_cross_entropy use_cpu_initialization shape_order
-    pre_tokens pre_tokens_given fp32_residual_connection padded_vocab_size eod_token reset_position_ids
-    reset_attention_mask dtype recomputes_attention seed encoder_seq_length decoder_seq_length group_query_attention
-    max_position_embeddings
-    """.split()
-)
-"""Fields that change how a model is trained or executed, but not which function its weights compute in inference."""
-
-
 def shape_of(config: ModelConfig) -> dict[str, Any]:
     """The values of the flags that determine which weights the model has, and their shapes."""
-    shape = {name: getattr(config, _RESOLVED.get(name, name)) for name in _SHAPE}
+    shape = {name: getattr(config, RESOLVED.get(name, name)) for name in _SHAPE}
     if format_of(config) is T5_FORMAT:
         shape |= {name: getattr(config, name) for name in T5_SHAPE} | {"num_layers": config.encoder_num_layers}
     if format_of(config) is LLAVA_FORMAT:
@@ -159,45 +139,6 @@ def model_arguments(config: ModelConfig) -> list[str]:
             arguments.append(f"--no-{flag}" if value is False else f"--{flag}")
             arguments += [] if isinstance(value, bool) else [str(value)]
     return [*arguments, "--vocab-size", str(config.vocab_size)] if format_of(config).keeps_rows else arguments
-
-
-def write_config(config: ModelConfig, dtype: str, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The content of config.json for ``config`` with weights of ``dtype`` (such as float32).
-
-    Returns ``source``, the config.json that the model was read from, if it still describes the model. Raises
-    ConfigError with a line for each setting that Hugging Face's model does not support.
-    """
-    form = format_of(config)
-    tree = config_to(form, config, dtype)
-    if not config.classes:  # classifiers are written, but not read
-        _refuse_other_models(config, config_of(tree, Path(HF_CONFIG)))
-    if source is None:
-        return tree
-    try:
-        before = config_to(form, config_of(source, Path(HF_CONFIG)), dtype)
-    except (CheckpointError, ConfigError):
-        return tree
-    if any(tree[name] != before.get(name) for name in tree if name not in _TOKENS):
-        return tree
-    name = "torch_dtype" if "torch_dtype" in source else "dtype"
-    return {**source, name: dtype}
-
-
-def _refuse_other_models(config: ModelConfig, read: ModelConfig) -> None:
-    """Raise ConfigError if ``read``, the written configuration read again, describes another model than ``config``."""
-    unused = {*_TRAINING_FIELDS, *(["ffn_hidden_size"] if config.has_experts else [])}  # which all layers have then
-    for field in fields(ModelConfig):
-        name = _RESOLVED.get(field.name, field.name)
-        if field.name not in unused and not _agree(getattr(read, name), getattr(config, name)):
-            flag = field.name.replace("_", "-")
-            raise ConfigError(f"--{flag} {getattr(config, name)} is unknown to Hugging Face's model; use merge")
-
-
-def _agree(read: Any, written: Any) -> bool:
-    """Whether two values of a field are equal, numbers up to rounding: some are written as functions of others."""
-    if isinstance(read, float) and isinstance(written, float):
-        return math.isclose(read, written, rel_tol=1e-12)
-    return bool(read == written)
 
 
 def source_shapes(config: ModelConfig) -> Shapes:

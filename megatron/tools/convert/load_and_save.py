@@ -29,7 +29,7 @@ from megatron.common.reading import check_archive
 from megatron.common.tokenizer_files import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.config import CheckpointConfig, DataConfig, RunConfig
 from megatron.model.architectures import architecture_of
-from megatron.model.huggingface import HF_CONFIG, read_json, write_config
+from megatron.model.huggingface import HF_CONFIG, read_json
 from megatron.model.huggingface import read_config as read_folder_config
 from megatron.tools.command_line import progress_bar
 from megatron.tools.convert.full_model import (
@@ -44,6 +44,7 @@ from megatron.tools.convert.full_model import (
 from megatron.tools.convert.huggingface_files import copy_carried, keep_chat_template
 from megatron.tools.convert.inspection import RUN_KEY, FoundCheckpoint, read_config, read_description
 from megatron.tools.convert.vocabulary import Vocabulary
+from megatron.tools.convert.written_config import write_config
 
 
 def read_model(checkpoint: FoundCheckpoint) -> FullModel:

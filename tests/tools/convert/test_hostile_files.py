@@ -15,11 +15,11 @@ from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
 from megatron.model.huggingface import config_of as from_huggingface
 from megatron.model.huggingface import shape_problems, source_shapes
-from megatron.model.huggingface import write_config as to_huggingface
 from megatron.tools.convert.full_model import read_tensors
 from megatron.tools.convert.huggingface_files import carried_files
 from megatron.tools.convert.inspection import FoundCheckpoint, find
 from megatron.tools.convert.load_and_save import read_huggingface, read_weights
+from megatron.tools.convert.written_config import write_config as to_huggingface
 
 WHOLE = save({"a": torch.zeros(2), "b": torch.zeros(2)})
 

@@ -24,12 +24,13 @@ from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig
 from megatron.data.fingerprint import tokenizer_hash
 from megatron.model.architectures import architecture_of
-from megatron.model.huggingface import config_of, read_config, source_shapes, write_config
+from megatron.model.huggingface import config_of, read_config, source_shapes
 from megatron.model.huggingface.llama import LLAMA_FORMATS
 from megatron.tools.convert.full_model import FullModel, write_tensors
 from megatron.tools.convert.huggingface_files import files_for_huggingface
 from megatron.tools.convert.load_and_save import lazy_weights, read_huggingface, write_checkpoint, write_huggingface
 from megatron.tools.convert.vocabulary import Vocabulary, read_folder_tokenizer
+from megatron.tools.convert.written_config import write_config
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 M_MMAP_THRESHOLD = -3
