@@ -62,20 +62,16 @@ def load_plain(path: Path, allowed: Sequence[Any], *, mmap: bool = False, **opti
     with torch.serialization.safe_globals([*allowed]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about tensor types that _check_content rejects
         content = torch.load(path, weights_only=True, mmap=mmap, **options)
-    storages = _check_content(content)
-    if mmap:
-        _check_records(path, storages)
+    _check_content(content, path if mmap else None)
     return content
 
 
 _DEEPEST, _LARGEST = 64, 1 << 26
 
 
-def _check_content(content: Any) -> dict[int, int]:
-    """The bytes of each tensor's storage by its place in memory.
-
-    Raises ValueError for containers that are nested too deep (or contain themselves) or have too many values, and for
-    tensors that are sparse, quantized, without data or larger than their data.
+def _check_content(content: Any, file: Path | None) -> None:
+    """Raise ValueError for containers that are nested too deep (or contain themselves) or have too many values, and for
+    tensors that are sparse, quantized, without data or larger than their data, which may be mapped from ``file``.
     """
     counted, storages = dict[int, int](), dict[int, int]()
 
@@ -97,7 +93,8 @@ def _check_content(content: Any) -> dict[int, int]:
 
     if (values := count(content, 0)) > _LARGEST:
         raise ValueError(f"it unfolds to {values:,} values")
-    return storages
+    if file is not None:
+        _check_records(file, storages)
 
 
 def _unusual(value: Any) -> str | None:
