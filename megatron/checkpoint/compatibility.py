@@ -56,9 +56,7 @@ def loads_directly(saved: SavedRun, run: RunConfig) -> bool:
     rows = saved.config["model"].get("padded_vocab_size", run.model.padded_vocab_size)
     if is_unsafe or has_expert_files or may_differ or rows != run.model.padded_vocab_size:
         return False
-    if saved.is_converted:  # its weights may have another type
-        return False
-    return saved.layout == SavedLayout.from_run(run)
+    return saved.layout == SavedLayout.from_run(run) and not saved.is_converted  # whose weights may have another type
 
 
 def has_same_ranks(saved: SavedRun, run: RunConfig) -> bool:

@@ -10,14 +10,12 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch.serialization import set_crc32_options
 
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_rank_0
@@ -31,13 +29,13 @@ from megatron.checkpoint.engine_files import (
     own_experts,
     pinned_copies,
 )
-from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text, write_text
+from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
 from megatron.checkpoint.sample_history import Segment
-from megatron.checkpoint.tensor_files import with_identity, write_file
-from megatron.common.checkpoint_folders import make_subfolder, rank_file_path
+from megatron.checkpoint.tensor_files import with_identity, write_files
+from megatron.common.checkpoint_folders import rank_file_path
 from megatron.common.errors import CheckpointError, UserError, first_line
 from megatron.config import ModelConfig, RunConfig
 from megatron.engines.state import optimizer_name, parameter_shapes, save_state
@@ -261,35 +259,12 @@ class Checkpointer:
             self._log(f"  warning: {error}; training continues")
 
 
-_AT_ONCE = 2
-"""Number of files that a rank writes concurrently."""
 _FILE_OVERHEAD = 1 << 16
 """Approximate bytes of a file in addition to its tensors."""
 
 
 def _name(iteration: int) -> str:
     return f"the checkpoint of iteration {iteration}"
-
-
-def write_files(
-    files: list[StateFile], folder: Path, stop: Event | None = None, *, crc32: bool = True
-) -> dict[str, Record]:
-    """Write texts and states concurrently into files of ``folder``, and free each. Ends early if ``stop`` is set.
-
-    ``crc32=False`` makes torch skip the CRC-32 of records, which takes most of its time and is never compared.
-    """
-
-    def write(path: Path, state: Any) -> Record | None:
-        if stop is not None and stop.is_set():
-            return None
-        make_subfolder(path, folder)
-        return write_text(path, state) if isinstance(state, str) else write_file(path, state)
-
-    use_crc32 = partial(set_crc32_options, crc32)  # a setting of the calling thread
-    with ThreadPoolExecutor(_AT_ONCE, "file", initializer=use_crc32) as writers:
-        written = {path.relative_to(folder).as_posix(): writers.submit(write, path, state) for path, state in files}
-        files.clear()
-    return {name: record for name, future in written.items() if (record := future.result()) is not None}
 
 
 def _conversion_info(engine: DeepSpeedEngine, run: RunConfig) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ranks, on_rank_0
 from megatron.checkpoint.engine_files import EngineFiles, StateFile, pinned_copies
 from megatron.checkpoint.files import disk_errors, replace_text
-from megatron.checkpoint.save import Checkpointer, write_files
+from megatron.checkpoint.save import Checkpointer
 from megatron.checkpoint.snapshot_files import (
     START_FILE,
     Shard,
@@ -33,6 +33,7 @@ from megatron.checkpoint.snapshot_files import (
     this_host,
     write_marker,
 )
+from megatron.checkpoint.tensor_files import write_files
 from megatron.checkpoint.tracker import latest_iteration
 from megatron.common.errors import ResourceError, UserError
 from megatron.config import RunConfig

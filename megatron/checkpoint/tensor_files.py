@@ -6,8 +6,11 @@ import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import IO, Any, cast
 
 import safetensors
@@ -16,9 +19,11 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, Lo
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, TypedStorage, UntypedStorage
+from torch.serialization import set_crc32_options
 
-from megatron.checkpoint.files import NewFile, Record
+from megatron.checkpoint.files import NewFile, Record, write_text
 from megatron.checkpoint.safetensors_files import broken, read_entries
+from megatron.common.checkpoint_folders import make_subfolder
 from megatron.common.errors import CheckpointError, first_line
 from megatron.common.reading import check_archive
 
@@ -26,6 +31,8 @@ ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 """Classes in DeepSpeed's files in addition to tensors and plain values. Creating them has no side effects."""
 # By value: Python 3.11.0 to 3.11.3 write the member of an enumeration as a call of getattr, which is not loaded.
 copyreg.pickle(cast(Any, ZeroStageEnum), lambda stage: (ZeroStageEnum, (int(stage),)))
+_AT_ONCE = 2
+"""Number of files that a rank writes concurrently."""
 
 
 def write_file(path: Path, content: Any) -> Record:
@@ -38,6 +45,27 @@ def write_file(path: Path, content: Any) -> Record:
             file.close()
         raise
     return file.close()
+
+
+def write_files(
+    files: list[tuple[Path, Any]], folder: Path, stop: Event | None = None, *, crc32: bool = True
+) -> dict[str, Record]:
+    """Write texts and states concurrently into files of ``folder``, and free each. Ends early if ``stop`` is set.
+
+    ``crc32=False`` makes torch skip the CRC-32 of records, which takes most of its time and is never compared.
+    """
+
+    def write(path: Path, state: Any) -> Record | None:
+        if stop is not None and stop.is_set():
+            return None
+        make_subfolder(path, folder)
+        return write_text(path, state) if isinstance(state, str) else write_file(path, state)
+
+    use_crc32 = partial(set_crc32_options, crc32)  # a setting of the calling thread
+    with ThreadPoolExecutor(_AT_ONCE, "file", initializer=use_crc32) as writers:
+        written = {path.relative_to(folder).as_posix(): writers.submit(write, path, state) for path, state in files}
+        files.clear()
+    return {name: record for name, future in written.items() if (record := future.result()) is not None}
 
 
 def read_file(path: Path) -> Any:

@@ -124,13 +124,9 @@ def _tags(folder: Path) -> list[str]:
     return sorted(name for name in names if not name.endswith(UNFINISHED) and _TAG.fullmatch(name))
 
 
-_LARGEST_POINTER = 1 << 12
-"""Maximum bytes of ``latest``, which has the name of a folder."""
-
-
 def _latest_tag(folder: Path) -> str:
     pointer = folder / LATEST
-    tag = read_text(pointer, largest=_LARGEST_POINTER).strip()
+    tag = read_text(pointer, largest=1 << 12).strip()
     if not _TAG.fullmatch(tag):
         raise CheckpointError(f"{pointer} contains {tag[:40]!r}, which is not the name of a checkpoint")
     if not (folder / tag).is_dir():

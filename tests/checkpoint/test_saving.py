@@ -190,11 +190,11 @@ def test_other_programs_can_read_the_files(tmp_path: Path) -> None:
 
 def with_a_writer_that_fails(words: list[str]) -> str:
     """The error that ends a run whose files cannot be written for a reason that is not the disk's."""
-    from megatron.checkpoint import save
+    from megatron.checkpoint import tensor_files
     from megatron.common.errors import CheckpointError
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
-        patch.setattr(save, "write_file", lambda path, state: 1 // 0)
+        patch.setattr(tensor_files, "write_file", lambda path, state: 1 // 0)
         pretrain(words)
     return str(caught.value)
 

@@ -35,7 +35,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint import save as saving
+from megatron.checkpoint import tensor_files
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.model import loss as losses
 from megatron.model.transformer import ParallelTransformerLayer
@@ -51,7 +51,7 @@ count = {"command": 2, "write": 1}.get(kind, len(words))
 text = words[count:]
 numbers = [float(word) for word in words[:count] if not word.startswith("SIG")]
 real_train_batch, real_eval_batch = training.train_batch, training.eval_batch
-real_build_engine, real_write_file = setup.build_engine, saving.write_file
+real_build_engine, real_write_file = setup.build_engine, tensor_files.write_file
 real_loss, real_take = losses.lm_loss, GPT2Dataset.take
 
 
@@ -147,7 +147,7 @@ def write_file(path, content):
 if kind == "files":
     sys.dont_write_bytecode = True  # Python would cut the files of modules, and leave them
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(numbers[0]),) * 2)
-setup.build_engine, saving.write_file = build_engine, write_file
+setup.build_engine, tensor_files.write_file = build_engine, write_file
 training.train_batch, training.eval_batch = train_batch, eval_batch
 losses.lm_loss, GPT2Dataset.take = lm_loss, take
 sys.argv[0] = "pretrain_gpt2.py"

@@ -18,12 +18,6 @@ _POSITIONS = 512
 
 def _read_bert(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
     fields, problems = read_gelu("hidden_act", tree.get("hidden_act", "gelu"))
-    absolute = {"architectures": [BERT_CLASSES[BERT.name]], "position_embedding_type": "absolute"}
-    problems += [
-        f"{name} is {tree[name]!r}, and only {value!r} can be taken over"
-        for name, value in absolute.items()
-        if tree.get(name, value) != value
-    ]
     return fields | {"architecture": BERT.name}, problems
 
 
@@ -54,6 +48,8 @@ BERT_FORMAT = Format(
     },
     fixed={
         "model_type": "megatron-bert",
+        "architectures": [BERT_CLASSES[BERT.name]],
+        "position_embedding_type": "absolute",
         "type_vocab_size": 2,
         "is_decoder": False,
         "add_cross_attention": False,

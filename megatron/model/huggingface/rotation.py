@@ -35,8 +35,6 @@ def read_rotation(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     part = given.get("partial_rotary_factor", tree.get("partial_rotary_factor"))
     if part not in (None, 1):
         return {}, [f"partial_rotary_factor is {part!r}, and only 1 can be taken over"]
-    if type(base) not in (int, float) or not base > 0:
-        return {}, [f"rope_theta is {base!r}, and should be a number above 0"]
     if not isinstance(kind, str) or kind not in _EXTENSIONS:
         *names, last = map(repr, _EXTENSIONS)
         return {}, [f"rope_type is {kind!r}, and only {', '.join(names)} and {last} can be taken over"]
