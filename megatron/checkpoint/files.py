@@ -21,10 +21,11 @@ from megatron.common.files import file_mode, folder_mode, lacks_inodes, replace_
 from megatron.common.reading import regular
 
 SAVE_ADVICE = "free some space, keep fewer checkpoints with --keep-last, or name another folder"
+FILE_OVERHEAD = 1 << 16
+"""Approximate bytes of a file in addition to its tensors."""
 _BLOCK = 1 << 20
 _READERS = min(4, len(os.sched_getaffinity(0)))
 """Number of threads that verify a file."""
-Content = bytes | bytearray | memoryview
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -47,7 +48,7 @@ class NewFile:
         self._digests, self._block, self._size = xxh3_128(), xxh3_128(), 0
         self._error: OSError | None = None
 
-    def write(self, data: Content) -> int:
+    def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append ``data``. An OSError is raised only by ``close()``, since torch's writer would replace it."""
         rest = memoryview(data).cast("B")
         count = len(rest)

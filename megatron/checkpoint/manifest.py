@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +76,11 @@ def read_text(file: Path, *, largest: int = LARGEST_JSON, absent: str | None = N
     Raises CheckpointError if it cannot be read or is larger than ``largest``; ``absent`` is the message if it is
     missing.
     """
+    if not file.parent.exists():
+        raise gone(file.parent)
     try:
-        return read_bytes(file, largest=largest).decode("utf-8")
-    except FileNotFoundError:
-        if not file.parent.exists():
-            raise gone(file.parent) from None
-        raise CheckpointError(absent or f"{file} is missing") from None
-    except OSError as error:
-        raise CheckpointError(_unreadable(file, error)) from None
+        with _read_errors(file, absent):
+            return read_bytes(file, largest=largest).decode("utf-8")
     except UnicodeDecodeError:
         raise CheckpointError(f"{file} is not UTF-8 text") from None
 
@@ -106,31 +104,31 @@ def check_sizes(tag_folder: Path, manifest: Manifest) -> None:
 def check_content(file: Path, record: Record) -> None:
     """Raise CheckpointError if ``file`` is missing, or its size or content differs from ``record``."""
     _check_size(file, record)
-    try:
-        kind, saved = ("xxh128", record.xxh128) if record.xxh128 else ("SHA-256", record.sha256)
+    kind, saved = ("xxh128", record.xxh128) if record.xxh128 else ("SHA-256", record.sha256)
+    with _read_errors(file):
         found = xxh128_of(file) if record.xxh128 else sha256_of(file)
-    except OSError as error:
-        raise CheckpointError(_unreadable(file, error)) from None
     if found != saved:
         raise CheckpointError(f"{file} is damaged: its {kind} differs from the one saved in {MANIFEST}")
 
 
 def _check_size(file: Path, record: Record) -> None:
-    try:
+    with _read_errors(file):
         status = os.stat(file)
-    except OSError as error:
-        raise CheckpointError(_unreadable(file, error)) from None
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{file} is not a file")
-    size = status.st_size
-    if size != record.size:
-        raise CheckpointError(f"{file} has {size:,} bytes, but {record.size:,} were saved")
+    if status.st_size != record.size:
+        raise CheckpointError(f"{file} has {status.st_size:,} bytes, but {record.size:,} were saved")
 
 
-def _unreadable(file: Path, error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"{file} is missing"
-    return f"{file} cannot be read ({error.strerror})"
+@contextmanager
+def _read_errors(file: Path, absent: str | None = None) -> Iterator[None]:
+    """Turn an OSError in the block, which reads ``file``, into a CheckpointError, ``absent`` if it is missing."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointError(absent or f"{file} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
 
 
 def _render(records: Manifest) -> str:

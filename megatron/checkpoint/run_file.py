@@ -64,7 +64,8 @@ def checked_description(tree: Any, where: str) -> dict[str, Any]:
             if entry.default is MISSING and entry.type is int and entry.name not in layout
         ]
         for name, kind in sections().items():
-            problems += field_problems(kind, tree["config"].get(name, {}), ranges=kind in _RANGED)
+            has_ranges = kind in (ModelConfig, DataConfig, TrainConfig)
+            problems += field_problems(kind, tree["config"].get(name, {}), ranges=has_ranges)
         problems += [] if "model" in tree["config"] else ["config has no model"]
         # Only versions before the ledger saved no settings to compare.
         problems += ["settings are missing"] if "ledger" in tree and not tree.get("settings") else []
@@ -102,8 +103,6 @@ def _contradictions(config: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 _LENGTHS = ("-iters", "-samples")
 """Ends of the names of lengths in the schedule."""
-_RANGED = (ModelConfig, DataConfig, TrainConfig)
-"""Sections whose numbers are checked against their ranges."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from megatron.checkpoint.engine_files import (
     own_experts,
     pinned_copies,
 )
-from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text
+from megatron.checkpoint.files import FILE_OVERHEAD, Record, check_disk_space, disk_errors, make_folder, replace_text
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
@@ -167,7 +167,7 @@ class Checkpointer:
             check_disk_space(folder, f"--save {folder}: {what}", sum(sizes))
             return sum(sizes)
 
-        size = gathered_on_rank_0(lambda: sum(bytes_of(state) + _FILE_OVERHEAD for _, state in files), checked)
+        size = gathered_on_rank_0(lambda: sum(bytes_of(state) + FILE_OVERHEAD for _, state in files), checked)
         stop = Event()
 
         def write() -> dict[str, Record]:
@@ -257,10 +257,6 @@ class Checkpointer:
                 raise
             self._failure = error
             self._log(f"  warning: {error}; training continues")
-
-
-_FILE_OVERHEAD = 1 << 16
-"""Approximate bytes of a file in addition to its tensors."""
 
 
 def _name(iteration: int) -> str:

@@ -29,7 +29,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.checkpoint.files import replace_text
+from megatron.checkpoint.files import FILE_OVERHEAD, replace_text
 from megatron.common.errors import CheckpointError, ResourceError, counted
 from megatron.common.formats import with_prefix
 from megatron.common.processes import machine_id
@@ -198,8 +198,6 @@ def divide(snapshot: Mapping[int, Sequence[Shard]], hosts: Sequence[str]) -> dic
     return work
 
 
-_FILE_OVERHEAD = 1 << 16
-"""Approximate bytes of a file in addition to its tensors."""
 _MOMENTS = 8
 """Bytes of Adam's two moments of a parameter."""
 
@@ -221,7 +219,7 @@ def planned_bytes(run: RunConfig) -> list[int]:
             size = writes_weights * weights + trained * (4 + _MOMENTS) // owners
         if 0 < at["data"] < run.parallel.expert_model_parallel_size and at["sequence"] == 0:
             size += expert * (weight + (0 if run.zero.zero_stage else _MOMENTS))
-        sizes.append(size + _FILE_OVERHEAD)
+        sizes.append(size + FILE_OVERHEAD)
     return sizes
 
 

@@ -1,6 +1,6 @@
 """Recovers the newest snapshot in the memory of the hosts, if it is newer than the checkpoints on disk."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,8 +30,6 @@ from megatron.config import RunConfig
 
 Work = Mapping[int, Sequence[Shard]]
 """The shards that each rank writes; they are in its host's memory."""
-Save = Callable[[Work, int], dict[Place, str]]
-"""Saves the snapshot of an iteration; returns messages about damaged shards by location."""
 
 
 def select_newest(run: RunConfig, lock: FolderLock | None) -> SavedRun | None:
@@ -45,7 +43,7 @@ def select_newest(run: RunConfig, lock: FolderLock | None) -> SavedRun | None:
     hosts = gathered_on_rank_0(this_host, list)
     shards = _find_shards(run, hosts)
     on_disk = on_rank_0(lambda: _newest_on_disk(run))
-    recover = partial(_recover, partial(_save, run, lock), hosts, shards)
+    recover = partial(_recover, run, lock, hosts, shards)
     recovered = recover(on_disk)
     saved = select_checkpoint(run)
     # If verification finds that the newest checkpoint is damaged, the snapshot may be newer.
@@ -80,14 +78,14 @@ def _newest_on_disk(run: RunConfig) -> int:
         return 0
 
 
-def _recover(save: Save, hosts: Sequence[str], found: Sequence[Shard], after: int) -> bool:
-    """``save`` the newest complete snapshot after iteration ``after``. Returns whether there was one."""
+def _recover(run: RunConfig, lock: FolderLock | None, hosts: Sequence[str], found: Sequence[Shard], after: int) -> bool:
+    """Save the newest complete snapshot after iteration ``after``. Returns whether there was one."""
     broken: dict[Place, str] = {}
     while (snapshot := newest_complete(found, after, broken)) is not None:
         work = divide(snapshot, hosts)
         iteration = next(iter(snapshot.values()))[0].iteration
         what = f"the snapshot of iteration {iteration}"
-        damaged = save(work, iteration)
+        damaged = _save(run, lock, work, iteration)
         if not damaged:
             names = sorted({hosts[shard.host].split()[0] for shards in work.values() for shard in shards})
             _print(f"> {what}: saved as {tracker.tag_name(iteration)}, from the memory of {' '.join(names)}")
