@@ -143,10 +143,8 @@ class SavedStates:
                     for file in self.files.others(mp_rank)
                 ]
         else:
-            # Experts are partitioned over the ranks with the same experts.
-            first = range(experts) if is_divided else [0]
-            step = experts if is_divided else 1
-            parts = [self._zero1_and_2(name, stage, mp_rank, ranks[rank::step]) for rank in first]
+            step = experts if is_divided else 1  # experts are partitioned over the ranks with the same experts
+            parts = [self._zero1_and_2(name, stage, mp_rank, ranks[rank::step]) for rank in range(step)]
         if len(steps := {float(part["step"]) for part in parts if "step" in part}) > 1:
             raise CheckpointError(f"{name}.step is {min(steps):g} and {max(steps):g} in the files of its experts")
         return {
@@ -196,24 +194,24 @@ class SavedStates:
         """
         index, shapes = self._group_of(name, stage)
         file = self.files.model(mp_rank)
-        optimizer = file.find(["optimizer"])
-        span = slice(0, shapes[name].numel())
-        number, weights = index, tuple[Any, ...](("optimizer", "fp32_groups_flat", index))
+        place, optimizer = self.files.base_optimizer(file), file.find(["optimizer"])
         if "fp32_groups_flat" in optimizer:
             span = self._spans(stage, index)[name]
-        else:
-            position = list(shapes).index(name)
-            number = sum(map(len, self.files.groups(stage)[:index])) + position
-            weights = ("optimizer", "fp32_groups", index, position)
+
+            def in_group(keys: Sequence[Any]) -> Stored:
+                return Stored([Piece(file, keys, span.start, span.stop)], shapes[name])
+
+            return _state(file, ("optimizer", "fp32_groups_flat", index), place, index, in_group)
+        position = list(shapes).index(name)
+        weights = ("optimizer", "fp32_groups", index, position)
 
         def of(keys: Sequence[Any]) -> Stored:
-            if keys == weights and not optimizer.keys() & {"fp32_groups", "fp32_groups_flat"}:
+            if keys == weights and "fp32_groups" not in optimizer:
                 return self._first_weight(name, mp_rank % self.layout.model_parallel_size)
-            if "fp32_groups_flat" in optimizer:
-                return Stored([Piece(file, keys, span.start, span.stop)], shapes[name])
             return self._tensor(name, file, *keys)
 
-        return _state(file, weights, self.files.base_optimizer(file), number, of)
+        number = sum(map(len, self.files.groups(stage)[:index])) + position
+        return _state(file, weights, place, number, of)
 
     def _group_of(self, name: str, stage: int) -> tuple[int, Shapes]:
         """(number, shapes) of the parameter group with a parameter, in the order of the model unless round-robin."""
@@ -251,10 +249,8 @@ class SavedStates:
 
     def _part_shape(self, name: str) -> torch.Size:
         """The shape of a shard in a single file, which has a part of the experts."""
-        experts, *others = shape = self._stored_shape(name)
-        return (
-            torch.Size([experts // self.layout.expert_parallel_size, *others]) if self.specs[name].is_expert else shape
-        )
+        first, *others = self._stored_shape(name)
+        return torch.Size([first // (self.layout.expert_parallel_size if self.specs[name].is_expert else 1), *others])
 
     def _tensor(self, name: str, file: StoredFile, *keys: Any) -> Stored:
         """The tensor at ``keys``, a shard's weight or a moment of it. Raises CheckpointError for another shape."""
@@ -275,11 +271,6 @@ class SavedStates:
         if unknown:
             raise CheckpointError(f"{file.path} holds {min(unknown)}, which the model does not have")
         return file
-
-
-def in_memory(state: State) -> State:
-    """``state`` with its tensors read into memory."""
-    return {key: value.read_all() if is_flat(value) else value for key, value in state.items()}
 
 
 def _divided(files: Sequence[StoredFile], keys: Sequence[Any], start: int, length: int, shape: torch.Size) -> Stored:

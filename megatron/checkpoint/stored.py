@@ -190,3 +190,8 @@ class Shard:
 def is_flat(value: Any) -> bool:
     """Whether ``value`` is a tensor with the weight's elements, not a number."""
     return isinstance(value, Stored | Shard) or (isinstance(value, Tensor) and value.dim() > 0)
+
+
+def in_memory(state: State) -> State:
+    """``state`` with its tensors read into memory."""
+    return {key: value.read_all() if is_flat(value) else value for key, value in state.items()}

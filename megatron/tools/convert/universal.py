@@ -22,10 +22,11 @@ from torch import Tensor
 
 from megatron.checkpoint.across_ranks import check_states
 from megatron.checkpoint.checks import form_errors
-from megatron.checkpoint.parameter_state import SavedStates, State, in_memory
+from megatron.checkpoint.parameter_state import SavedStates, State
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import model_file, optimizer_file
 from megatron.checkpoint.schema import Updates, check_counts, check_loss_scale, check_state
+from megatron.checkpoint.stored import in_memory
 from megatron.checkpoint.tensor_files import write_file
 from megatron.checkpoint.tracker import UNIVERSAL
 from megatron.common.errors import ConfigError, ResourceError

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.parameter_state import WEIGHT, SavedStates, in_memory
+from megatron.checkpoint.parameter_state import WEIGHT, SavedStates
 from megatron.checkpoint.run_file import SavedRun
+from megatron.checkpoint.stored import in_memory
 from megatron.checkpoint.tracker import newest, tag_at, tag_name
 from megatron.common.environment import threads_per_rank
 from megatron.common.errors import CheckpointError
