@@ -23,7 +23,11 @@ def check_states(states: SavedStates, part: slice = _ALL) -> Steps:
 
     Returns the step counts, which the caller compares with those of other parts. Raises CheckpointError.
     """
-    steps = step_counts(states, part)
+    steps: Steps = {}
+    with form_errors(states.saved.path):
+        for file, base in states.files.optimizers(part):
+            steps |= check_numbering(file, base, states.saved.iteration)
+        check_same("step counts", [steps])
     check_shards(states, part)
     check_copies(states, part)
     return steps
@@ -39,16 +43,6 @@ def check_shards(states: SavedStates, part: slice = _ALL, *, optimizer: bool = T
             states.weight(name, rank)
             if optimizer:
                 states.state(name, rank)
-
-
-def step_counts(states: SavedStates, part: slice = _ALL) -> Steps:
-    """The step counts of the optimizer, which must be equal, and whose parameters must be numbered in order."""
-    steps: Steps = {}
-    with form_errors(states.saved.path):
-        for file, base in states.files.optimizers(part):
-            steps |= check_numbering(file, base, states.saved.iteration)
-        check_same("step counts", [steps])
-    return steps
 
 
 def check_copies(states: SavedStates, part: slice = _ALL, *, optimizer: bool = True) -> None:

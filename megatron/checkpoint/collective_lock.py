@@ -43,7 +43,7 @@ def lock_folder(run: RunConfig) -> Iterator[FolderLock | None]:
 
 def _check_shared(folder: Path, owner: Owner | None) -> None:
     """Raise ConfigError unless this rank sees the lock of the folder that ``owner``, rank 0, has taken."""
-    for _ in range(_LOOKS):
+    for _ in range(10):
         for place in (folder.parent, folder):
             with suppress(OSError):
                 os.listdir(place)  # so that a network file system asks its server
@@ -54,7 +54,3 @@ def _check_shared(folder: Path, owner: Owner | None) -> None:
         f"--save {folder}: not the folder of rank 0, but another one on {socket.gethostname()}: name one that all "
         "hosts share"
     )
-
-
-_LOOKS = 10
-"""Maximum number of looks for the lock, one second apart."""

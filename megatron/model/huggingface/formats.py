@@ -34,6 +34,8 @@ _GELU_KINDS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
 """Hugging Face's names of GELU, and whether it is the tanh approximation; for writing, the first match is used."""
 
 
+_GPT2_END = 50256
+"""The end of documents that transformers writes for a GPT-2 with any vocabulary."""
 _Dtype = Literal["bfloat16", "float16", "float32", "float64", "half", "float", "double"]
 """Names of types of weights in torch."""
 _TYPES: Mapping[str, Any] = {
@@ -144,7 +146,12 @@ def _read_values(form: Format, tree: Mapping[str, Any]) -> tuple[Fields, list[st
         for name, kind in _TYPES.items()
         if name in given and (problem := type_problem(kind, given[name]))
     ]
-    problems += _unknown_ends(given.get("eos_token_id"), values.get("vocab_size"))
+    ends, size = given.get("eos_token_id"), values.get("vocab_size")
+    problems += [
+        f"eos_token_id is {shown(end)}, and the model has {shown(size)} tokens"
+        for end in (ends if isinstance(ends, list) else [ends])
+        if type(end) is type(size) is int and end != _GPT2_END and not -1 <= end < size  # -1 is no token
+    ]
     problems += [
         f"{name} is {shown(values[field])}, and should be a whole number above 0"
         for field, (name, default) in form.sizes.items()
@@ -212,17 +219,6 @@ def read_gelu(name: str, kind: Any) -> tuple[Fields, list[str]]:
     if str(kind) not in _GELU_KINDS:
         return {}, [f"{name} is {kind!r}, and can be {' or '.join(_GELU_KINDS)}"]
     return {"openai_gelu": _GELU_KINDS[kind]}, []
-
-
-_GPT2_END = 50256
-"""The end of documents that transformers writes for a GPT-2 with any vocabulary."""
-
-
-def _unknown_ends(ends: Any, size: Any) -> list[str]:
-    """A message for each number of ``eos_token_id`` that is none of ``size`` tokens; -1 is no token."""
-    ends = ends if isinstance(ends, list) else [ends]
-    unknown = [end for end in ends if type(end) is type(size) is int and end != _GPT2_END and not -1 <= end < size]
-    return [f"eos_token_id is {shown(end)}, and the model has {shown(size)} tokens" for end in unknown]
 
 
 def read_end(tree: Mapping[str, Any]) -> Fields:
