@@ -17,6 +17,9 @@ from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import RunConfig
 from megatron.launch.rank import exit_now
 
+_LOOKS = 10
+"""Maximum number of looks for the lock, one second apart."""
+
 
 @contextmanager
 def lock_folder(run: RunConfig) -> Iterator[FolderLock | None]:
@@ -43,7 +46,7 @@ def lock_folder(run: RunConfig) -> Iterator[FolderLock | None]:
 
 def _check_shared(folder: Path, owner: Owner | None) -> None:
     """Raise ConfigError unless this rank sees the lock of the folder that ``owner``, rank 0, has taken."""
-    for _ in range(10):
+    for _ in range(_LOOKS):
         for place in (folder.parent, folder):
             with suppress(OSError):
                 os.listdir(place)  # so that a network file system asks its server
