@@ -89,15 +89,10 @@ class SavedLayout:
         return {key: value for key, (value, default) in values.items() if value != default}
 
     def __str__(self) -> str:
-        stages = self.pipe_parallel_size or 1
-        sizes = {"TP": self.model_parallel_size, "PP": stages, "DP": self.data_parallel_size}
-        if self.context_parallel_size:
-            sizes["CP"] = self.context_parallel_size
-        if self.ds_sequence_parallel_size > 1:
-            sizes["SP"] = self.ds_sequence_parallel_size
-        if self.expert_parallel_size > 1:
-            sizes["EP"] = self.expert_parallel_size
-        sizes["ZeRO"] = self.zero_stage
+        three = {"TP": self.model_parallel_size, "PP": self.pipe_parallel_size or 1, "DP": self.data_parallel_size}
+        context, sequence = self.context_parallel_size or 1, self.ds_sequence_parallel_size
+        others = {"CP": context, "SP": sequence, "EP": self.expert_parallel_size}
+        sizes = three | {name: size for name, size in others.items() if size > 1} | {"ZeRO": self.zero_stage}
         return ", ".join([*(f"{name} {size}" for name, size in sizes.items()), self.precision])
 
     @property

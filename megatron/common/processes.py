@@ -48,8 +48,8 @@ def die_with_parent(parent: int | None = None) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if parent not in (None, os.getppid()):
-            os._exit(LaunchError.exit_code)
+    if parent not in (None, os.getppid()):
+        os._exit(LaunchError.exit_code)
 
 
 def exit_with_launcher(environ: Mapping[str, str]) -> None:
@@ -187,9 +187,7 @@ def exit_with_parent(parent: int | None = None) -> None:
     wait for work forever and keep the parent's locks and connections open.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)
+    die_with_parent(parent)
 
 
 def failure_in_child(call: Callable[[], object], *, seconds: float, most_bytes: int) -> str | None:

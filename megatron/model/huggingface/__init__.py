@@ -102,15 +102,8 @@ _SHAPE = (
 """Flags that determine which weights a model has, and their shapes."""
 _OTHER_FLAGS = (
     *(name for name in ROTATION if name != "rotary_percent"),
-    "max_position_embeddings",
-    "layernorm_epsilon",
-    "openai_gelu",
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
-    "pre_tokens",
-    "moe_router_topk",
-    "moe_router_pre_softmax",
+    *("max_position_embeddings", "layernorm_epsilon", "openai_gelu", "attention_dropout", "hidden_dropout"),
+    *("init_method_std", "pre_tokens", "moe_router_topk", "moe_router_pre_softmax"),
     *OTHER_FLAGS,
 )
 
