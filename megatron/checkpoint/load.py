@@ -107,7 +107,7 @@ def _restore_tracked(tracked: dict[str, torch.Tensor]) -> None:
         raise ValueError
     for state in tracked.values():  # the tracker does not check its states
         get_accelerator().set_rng_state(state)
-    get_rng_tracker().set_states(tracked)
+    get_rng_tracker().set_states({name: state.clone() for name, state in tracked.items()})  # the file may be removed
 
 
 CHECKPOINT_VERSION = 3.0
