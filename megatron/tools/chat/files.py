@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron.common.errors import ConfigError
 from megatron.common.files import as_json
-from megatron.common.reading import parse_json, read_json
+from megatron.common.reading import parse_json
 from megatron.common.tokenizer_files import CHAT_TEMPLATE, OTHER_TEMPLATES
 from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.base import EOD, read_text
+from megatron.tokenizer.base import EOD, read_object, read_text
 from megatron.tools.chat.template import ChatTemplate
 from megatron.tools.chat.tokens import special_tokens
 from megatron.tools.convert.inspection import FoundCheckpoint, read_description
@@ -100,8 +100,8 @@ def _special_texts(folder: Path) -> dict[str, str]:
     others = settings.get("extra_special_tokens")
     named_so = {name: value for name, value in settings.items() if name.endswith("_token")}
     named_so |= others if isinstance(others, dict) else {}
-    texts = {name: _token_text(value) or "" for name, value in named_so.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named_so.items()}
+    return {name: text or "" for name, text in texts.items() if isinstance(text or "", str)}
 
 
 def named(templates: Any) -> dict[str, str]:
@@ -136,18 +136,5 @@ def find_chat_template(chosen: str | None, folder: Path, what: str = "--format m
 
 
 def _settings_in(path: Path) -> dict[str, Any]:
-    """The object in a file of settings of a tokenizer; empty if there is none."""
-    if not os.path.lexists(path):
-        return {}
-    try:
-        config = read_json(path)
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON ({error})") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    return config if isinstance(config, dict) else {}
-
-
-def _token_text(value: Any) -> Any:
-    """The text of a special token, which is a string or an object with the key ``content``."""
-    return value.get("content") if isinstance(value, dict) else value
+    """The object in a file of settings of a tokenizer; empty without the file. Raises DataError if it is broken."""
+    return read_object(str(path)) if os.path.lexists(path) else {}
