@@ -115,11 +115,12 @@ Line = bytes | Row
 
 
 class Chunk(NamedTuple):
-    """Consecutive lines of a file, or rows."""
+    """Consecutive lines of a file, rows, or conversations with images."""
 
     path: Path
     first_line: int
-    lines: list[Line]
+    lines: list[Any]
+    """Each a ``Line`` or a ``Record``."""
     size: int
     """Bytes of text."""
     position: tuple[int, int] = (0, 0)

@@ -12,9 +12,17 @@ from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.template import ChatTemplate
 from megatron.tools.chat.tokens import Text, tokenize_texts
 from megatron.tools.inference.images import MARK, bytes_of_url, decoded, images_of, only, read_image_within
+from megatron.tools.preprocess.corpus import Chunk
 from megatron.tools.preprocess.image_records import CONVERSATIONS, Record, read_records
 from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, ImageSettings, Job
-from megatron.tools.preprocess.tokenize_chunk import LineError, Tokenized, chat_template_of, tokenizer_of
+from megatron.tools.preprocess.tokenize_chunk import (
+    Documents,
+    LineError,
+    Tokenized,
+    chat_template_of,
+    joined,
+    tokenizer_of,
+)
 
 _ROLES = {"human": "user", "gpt": "assistant"}
 """LLaVA's names of roles -> OpenAI's names."""
@@ -22,29 +30,20 @@ _RECORDS = 8
 """Conversations in a chunk; each may have several images."""
 
 
-class ImageChunk(NamedTuple):
-    """Consecutive conversations of a file."""
-
-    records: list[Record]
-    position: tuple[int, int]
-    """See ``Chunk.position``."""
-
-
-def read_image_chunks(number: int, path: Path) -> Iterator[ImageChunk]:
-    """The conversations of input file ``number``, in chunks. Raises DataError or ConfigError as ``read_records``."""
+def read_image_chunks(path: Path) -> Iterator[Chunk]:
+    """The conversations of a file, in chunks. Raises DataError or ConfigError as ``read_records``."""
     records = read_records(path)
-    chunks = iter(lambda: list(islice(records, _RECORDS)), [])
-    return (ImageChunk(chunk, (number, count)) for count, chunk in enumerate(chunks, start=1))
+    while lines := list(islice(records, _RECORDS)):
+        yield Chunk(path, 1, lines, 0)
 
 
-def tokenize_images(job: Job, chunk: ImageChunk) -> Tokenized:
+def tokenize_images(job: Job, chunk: Chunk) -> Tokenized:
     """Read, resize and tokenize the conversations of a chunk; runs in a worker."""
     tokenizer, template = tokenizer_of(job), chat_template_of(job)
     assert job.images is not None and template is not None, "--format images sets both"
-    dtypes = {key: job.dtype_of(key, tokenizer.vocab_size) for key in (TOKENS, LOSS_MASK)}
-    parts: dict[str, list[np.ndarray]] = {key: [np.empty(0, dtype)] for key, dtype in dtypes.items()}
+    documents: Documents = {TOKENS: [], LOSS_MASK: []}
     images, errors, text_bytes = [], [], 0
-    for number, record in enumerate(chunk.records):
+    for number, record in enumerate(chunk.lines):
         try:
             document = _document(job, tokenizer, template, record)
         except DataError as error:
@@ -52,13 +51,11 @@ def tokenize_images(job: Job, chunk: ImageChunk) -> Tokenized:
             if not job.skip_errors:
                 break
             continue
-        parts[TOKENS].append(np.array(document.ids, dtypes[TOKENS]))
-        parts[LOSS_MASK].append(np.array(document.counted, dtypes[LOSS_MASK]))
+        documents[TOKENS].append([np.array(document.ids)])
+        documents[LOSS_MASK].append([np.array(document.counted)])
         images.append(document.images)
         text_bytes += document.text_bytes
-    tokens = {key: np.concatenate(arrays) for key, arrays in parts.items()}
-    sizes = {key: [[len(ids)] for ids in arrays[1:]] for key, arrays in parts.items()}
-    return Tokenized(tokens, sizes, 0, 0, errors, text_bytes, chunk.position, images)
+    return joined(job, chunk, documents, errors, text_bytes)._replace(images=images)
 
 
 class _Document(NamedTuple):

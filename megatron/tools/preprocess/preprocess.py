@@ -30,7 +30,7 @@ from megatron.launch.host_limits import failure_of_host, try_threads
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.files import record_of
 from megatron.tools.preprocess.corpus import Chunk, read_chunks
-from megatron.tools.preprocess.image_conversations import ImageChunk, read_image_chunks, tokenize_images
+from megatron.tools.preprocess.image_conversations import read_image_chunks, tokenize_images
 from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, Job, Journal, Milestone, Summary
 from megatron.tools.preprocess.tokenize_chunk import Tokenized, chat_template_of, tokenize_chunk, tokenizer_of
 
@@ -114,7 +114,7 @@ def _write(
         if done is None:
             job.journal.remove()
         add_images = _image_writer(job, stack)
-        tokenize: Callable[[Job, Any], Tokenized] = tokenize_images if job.images else tokenize_chunk
+        tokenize = tokenize_images if job.images else tokenize_chunk
         results = _map_in_order(partial(tokenize, job), _chunks(job, done), job.workers)
         for number, tokenized in enumerate(stack.enter_context(closing(results)), start=1):
             _write_chunk(builders, tokenized, summary, log_skipped if job.skip_errors else None)
@@ -164,15 +164,15 @@ def _image_writer(job: Job, stack: ExitStack) -> Callable[[Tokenized], None]:
     return write
 
 
-def _chunks(job: Job, done: Milestone | None) -> Iterator[Chunk | ImageChunk]:
+def _chunks(job: Job, done: Milestone | None) -> Iterator[Chunk]:
     """The chunks of all inputs, without the chunks before the milestone ``done``."""
-    if job.images:
-        for number, path in enumerate(job.inputs):
-            yield from read_image_chunks(number, path)
-        return
     inputs, chunks = done.position if done else (0, 0)
     for number, path in enumerate(job.inputs[inputs:], inputs):
-        file_chunks = read_chunks(path, job.format_of(path), job.json_keys, size=job.chunk_bytes)
+        file_chunks = (
+            read_image_chunks(path)
+            if job.images
+            else read_chunks(path, job.format_of(path), job.json_keys, size=job.chunk_bytes)
+        )
         for count, chunk in islice(enumerate(file_chunks, start=1), chunks, None):
             yield chunk._replace(position=(number, count))
         chunks = 0

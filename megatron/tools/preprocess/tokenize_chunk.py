@@ -38,13 +38,13 @@ class Tokenized(NamedTuple):
     """For each key: all tokens, documents concatenated."""
     sizes: dict[str, list[list[int]]]
     """For each key: number of tokens of each sequence of each document."""
-    blank: int
     unknown: int
     """Tokens of words that are not in the vocabulary."""
     errors: list[LineError]
     text_bytes: int
     position: tuple[int, int]
     """See ``Chunk.position``."""
+    blank: int = 0
     images: Sequence[Sequence[np.ndarray]] = ()
     """For conversations with images: the images of each document."""
 
@@ -56,7 +56,7 @@ Documents = dict[str, list[list[np.ndarray]]]
 def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
     """Read and tokenize the lines of a chunk; runs in a worker."""
     tokenizer = tokenizer_of(job)
-    numbers, contents, errors = _read_lines(job, chunk, tokenizer)
+    numbers, contents, errors = _read_lines(job, chunk)
     try:
         parts = [_tokenize_lines(job, tokenizer, contents)]
     except DataError:  # one of the texts: find out which
@@ -67,27 +67,32 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
                 numbers.append(number)
             except DataError as error:
                 errors.add(LineError(number, f"{chunk.path}:{number}: {error}", is_empty=False))
-    tokens, sizes = {}, {}
-    blank = unknown = 0
-    for key in job.prefixes:
-        documents = [document for part in parts for document in part[key]]
-        without = [number for number, document in zip(numbers, documents, strict=True) if not document]
+    documents = {key: [document for part in parts for document in part[key]] for key in job.prefixes}
+    blank = 0
+    for key in documents:
+        without = [number for number, document in zip(numbers, documents[key], strict=True) if not document]
         if FORMATS[job.format_of(chunk.path)].allows_blank_lines:
             blank += len(without)
         else:
             is_text = job.conversations is None
             what = f'no text under "{key}"' if is_text else "no token to train on"
             errors |= {LineError(line, f"{chunk.path}:{line}: {what}", is_empty=is_text) for line in without}
-        dtype = job.dtype_of(key, tokenizer.vocab_size)
-        pieces = chain.from_iterable(documents)
+    return joined(job, chunk, documents, sorted(errors), chunk.size)._replace(blank=blank)
+
+
+def joined(job: Job, chunk: Chunk, documents: Documents, errors: list[LineError], text_bytes: int) -> Tokenized:
+    """The ``documents`` of a chunk in the form in which they are written."""
+    tokenizer, tokens, sizes, unknown = tokenizer_of(job), {}, {}, 0
+    for key in documents:
+        dtype, pieces = job.dtype_of(key, tokenizer.vocab_size), chain.from_iterable(documents[key])
         tokens[key] = np.concatenate([np.empty(0, dtype), *pieces], dtype=dtype, casting="unsafe")
-        sizes[key] = [[len(ids) for ids in document] for document in documents if document]
+        sizes[key] = [[len(ids) for ids in document] for document in documents[key] if document]
         if key != LOSS_MASK and tokenizer.unk is not None:
             unknown += int(np.count_nonzero(tokens[key] == tokenizer.unk))
-    return Tokenized(tokens, sizes, blank, unknown, sorted(errors), chunk.size, chunk.position)
+    return Tokenized(tokens, sizes, unknown, errors, text_bytes, chunk.position)
 
 
-def _read_lines(job: Job, chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[int], list[Any], set[LineError]]:
+def _read_lines(job: Job, chunk: Chunk) -> tuple[list[int], list[Any], set[LineError]]:
     """Numbers and contents of the valid lines (texts of keys, or parts of a conversation), and errors of the others."""
     template = chat_template_of(job)
     numbers, contents, errors = [], [], set()
