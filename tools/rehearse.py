@@ -83,14 +83,14 @@ def _measured_links(file: Path) -> dict[str, float]:
     """The bandwidth of the links that the doctor's all-reduce has crossed, of which collectives reach a share."""
     try:
         report = read_json(file)
-        name = "inter_bandwidth" if len(report["hosts"]) > 1 else "intra_bandwidth"
+        name = "inter_bandwidth" if len(report["hosts"].keys()) > 1 else "intra_bandwidth"
         measured = read_number(str(report["all_reduce"]["bytes_per_second"]))
         if not inside(measured / GB, MACHINE_INTERVALS[name]):
             raise ValueError
         return {name: measured / LINKS}
     except OSError as error:
         raise ConfigError(f"--doctor {file}: {error.strerror}; name a file that doctor.py --json wrote") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(
             f"--doctor {file} has no measured all-reduce: write it with tools/doctor.py --json, without --quick"
         ) from None

@@ -5,7 +5,6 @@ transformer layer, and the layers after them (final norm and head). A *model chu
 The pipeline schedule determines whether a stage holds one chunk or several.
 """
 
-import math
 import re
 from bisect import bisect_left
 from collections import Counter
@@ -272,5 +271,8 @@ def _costs(flag: str, trace: Path) -> list[float]:
     return costs
 
 
+_DAY = 86_400
+
+
 def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    return type(value) in (int, float) and 0 <= value <= _DAY  # NaN is not

@@ -49,6 +49,7 @@ def test_two_partitions_are_refused(tmp_path: Path) -> None:
         ("[]", "has no times of layers"),
         ('{"otherData": {"unit_seconds": [0, 1, -1, 0]}}', "has no times of layers"),
         ('{"otherData": {"unit_seconds": [0, NaN, 1, 0]}}', "has no times of layers"),
+        ('{"otherData": {"unit_seconds": [0, 1e300, 1, 0]}}', "has no times of layers"),
         ('{"otherData": {"unit_seconds": [0, 1, 1, 1, 0]}}', "has the times of 3 layers, and --num-layers is 4"),
     ],
 )

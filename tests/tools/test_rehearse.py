@@ -131,12 +131,14 @@ def test_the_step_of_a_pipeline_is_its_passes_with_the_bubble_and_what_is_waited
         ("--world-size 8 --doctor {bandwidth}-1", "has no measured all-reduce"),
         ("--world-size 8 --doctor {bandwidth}true", "has no measured all-reduce"),
         ("--world-size 8 --doctor {bandwidth}1e-320", "has no measured all-reduce"),
+        ("--world-size 8 --doctor {bandwidth}hosts", "has no measured all-reduce"),
         ("--world-size 8 --doctor /dev/zero", "--doctor /dev/zero: a device"),
     ],
 )
 def test_a_mistake_is_one_line(tool, tmp_path: Path, words: str, message: str) -> None:
     for value in ("-1", "true", "1e-320"):
-        report = f'{{"hosts": ["a"], "all_reduce": {{"bytes_per_second": {value}}}}}'
+        report = f'{{"hosts": {{"a": {{}}}}, "all_reduce": {{"bytes_per_second": {value}}}}}'
         (tmp_path / f"report{value}").write_text(report)
+    (tmp_path / "reporthosts").write_text('{"hosts": "ab", "all_reduce": {"bytes_per_second": 25e9}}')
     ended = tool("rehearse", *MODEL, *words.format(bandwidth=tmp_path / "report").split())
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and message in ended.stderr

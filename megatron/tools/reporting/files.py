@@ -1,7 +1,6 @@
 """Reads and writes the files of a run that its report shows: metrics, trace.json and run.json."""
 
 import json
-import math
 import os
 import platform
 import re
@@ -161,7 +160,7 @@ def _timeline(content: Any) -> Timeline:
             arguments, begin = dict(row["args"]), row["ts"] / 1e6
             name = arguments.pop("instruction")
             event = Event(name, begin, begin + row["dur"] / 1e6, **arguments)
-            if not _is_possible(event):
+            if not _is_possible(event) or type(row["pid"]) is not int or row["pid"] < 0:
                 raise ValueError
             events[row["pid"]].append(event)
     if not any(events) or any("pipe" not in coordinates for coordinates in metadata["places"]):
@@ -180,13 +179,15 @@ def _timeline(content: Any) -> Timeline:
 
 _MANY = 1 << 20
 """Larger than the number of stages, micro-batches, chunks or layers of any run."""
+_LATEST = 1e12
+"""Seconds on any clock, in 30,000 years."""
 
 
 def _is_possible(event: Event) -> bool:
     numbers = (event.iteration, event.micro_batch or 0, event.phase or 0, event.layer or 0)
     texts = (event.name, event.collective or "")
     are_typed = all(type(number) is int for number in numbers) and all(isinstance(text, str) for text in texts)
-    return are_typed and -math.inf < event.begin <= event.end < math.inf
+    return are_typed and -_LATEST <= event.begin <= event.end <= _LATEST
 
 
 RECORD = "run.json"
