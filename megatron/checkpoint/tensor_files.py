@@ -76,9 +76,15 @@ def read_file(path: Path) -> Any:
     try:
         return load_plain(path, ALLOWED, map_location="cpu", mmap=True)
     except Exception as error:  # torch raises many types for a damaged file
-        if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
-            raise CheckpointError(f"{path} asks for {unsafe[1]}, which could run code; it is not loaded") from None
-        raise CheckpointError(f"{path} cannot be read ({first_line(error)})") from error
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: Exception) -> CheckpointError:
+    """The error for what torch could not read; without torch's advice, which is to let the file run code."""
+    if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
+        return CheckpointError(f"{path} asks for {unsafe[1]}, which could run code; it is not loaded")
+    reason = re.search(r"WeightsUnpickler error:\s+(.+)", str(error))
+    return CheckpointError(f"{path} cannot be read ({reason[1] if reason else first_line(error)})")
 
 
 def load_plain(path: Path, allowed: Sequence[Any], *, mmap: bool = False, **options: Any) -> Any:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron.checkpoint.checks import outline, wrong
 from megatron.checkpoint.run_file import RUN_FILE
-from megatron.checkpoint.tensor_files import load_plain, no_floats
-from megatron.common.errors import CheckpointError, first_line, shown
+from megatron.checkpoint.tensor_files import load_plain, no_floats, unreadable
+from megatron.common.errors import CheckpointError, shown
 from megatron.common.reading import check_archive
 from megatron.tools.convert.one_run import check_one_run, check_sizes
 from megatron.tools.convert.torch_dist import METADATA, read_torch_dist
@@ -57,7 +57,7 @@ def _read(path: Path) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}, and should hold a dictionary")
     except Exception as error:  # torch raises many types for a damaged file
-        raise CheckpointError(f"{path} cannot be read ({first_line(error)})") from error
+        raise unreadable(path, error) from error
     return value
 
 

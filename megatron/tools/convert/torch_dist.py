@@ -7,8 +7,11 @@ import io
 import math
 import pickle
 import warnings
-from dataclasses import is_dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass, replace
 from enum import Enum
+from itertools import product
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
@@ -18,13 +21,17 @@ from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, filesystem, metadata, planner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
+from megatron.checkpoint.tensor_files import unreadable
 from megatron.common.errors import CheckpointError, first_line
 from megatron.common.reading import read_bytes
 
 METADATA = ".metadata"
 _NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
 """Name prefixes of states that are not weights."""
+_MOST_DIMENSIONS = 8
 _MODULES: dict[str, ModuleType] = {module.__name__: module for module in (metadata, planner, filesystem)}
 
 
@@ -63,10 +70,20 @@ class _Reader(FileSystemReader):
 
     def __init__(self, folder: Path, content: Metadata):
         super().__init__(folder)
-        self.content = content
+        self.folder, self.content = folder, content
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.content
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read one part at a time. Raises CheckpointError, which names the file of the part."""
+        for item in plan.items:
+            file = self.folder / self.storage_data[item.storage_index].relative_path
+            try:
+                super().read_data(replace(plan, items=[item]), planner)
+            except Exception as error:  # torch raises many types for a damaged file
+                raise unreadable(file, error) from error
+        return super().read_data(replace(plan, items=[]), planner)
 
 
 def read_torch_dist(folder: Path) -> dict[str, Tensor]:
@@ -94,8 +111,11 @@ def read_torch_dist(folder: Path) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the missing process group
             checkpoint.load(weights, storage_reader=_Reader(folder, content), no_dist=True)
-    except (Exception, CheckpointException) as error:  # torch raises many types for a damaged file
-        raise CheckpointError(f"{folder} cannot be read ({_reason(error)})") from error
+    except CheckpointException as error:
+        ((cause, _),) = error.failures.values()  # of the only process
+        if isinstance(cause, CheckpointError) or not isinstance(cause, Exception):
+            raise cause from None
+        raise unreadable(folder, cause) from error
     return weights
 
 
@@ -111,17 +131,26 @@ def _read_metadata(file: Path) -> Metadata:
 
 
 def _check_parts(name: str, entry: TensorStorageMetadata, size: int) -> None:
-    """Raises ValueError unless the parts of a tensor fill it, and it fits into files of ``size`` bytes."""
-    numel = math.prod(entry.size)
+    """Raises ValueError unless the parts of a tensor tile it, and it fits into files of ``size`` bytes."""
     # Includes the sizes themselves: an empty tensor may claim a billion layers.
-    if max(numel * entry.properties.dtype.itemsize, *entry.size, 0) > size:
+    if max(math.prod(entry.size) * entry.properties.dtype.itemsize, *entry.size, 0) > size:
         raise ValueError(f"{name} is {list(entry.size)}, which is more than the .distcp files there hold")
-    if sum(math.prod(part.sizes) for part in entry.chunks) != numel:
-        raise ValueError(f"the parts of {name} do not fill {list(entry.size)}")
+    if len(entry.size) > _MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {len(entry.size)} dimensions, and at most {_MOST_DIMENSIONS} can be read")
+    boxes = [(part.offsets, part.sizes) for part in entry.chunks]
+    has_negative = any(size < 0 for sizes in (entry.size, *(sizes for _, sizes in boxes)) for size in sizes)
+    if has_negative or _corners(boxes) != _corners([([0] * len(entry.size), entry.size)]):
+        raise ValueError(f"the parts of {name} do not fill {list(entry.size)}, each place once")
 
 
-def _reason(error: BaseException) -> str:
-    """The first line of an error; torch wraps the error of the only process in a CheckpointException."""
-    if isinstance(error, CheckpointException):
-        ((error, _),) = error.failures.values()
-    return first_line(error) if isinstance(error, Exception) else type(error).__name__
+def _corners(boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Counter[tuple[int, ...]]:
+    """The sum of the signs of the corners at each place, for boxes of (begins, sizes).
+
+    It is the mixed derivative of the number of boxes that cover a place: equal sums mean that the same is covered.
+    """
+    corners = Counter[tuple[int, ...]]()
+    for begins, sizes in boxes:
+        edges = [((begin, 1), (begin + size, -1)) for begin, size in zip(begins, sizes, strict=True)]
+        for corner in product(*edges):
+            corners[tuple(place for place, _ in corner)] += math.prod(sign for _, sign in corner)
+    return corners

@@ -17,6 +17,7 @@ from support.fuzzing import Attack
 from support.programs import Programs
 from support.whole_models import logits_and_weights
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from megatron.common.errors import CheckpointError
 from megatron.tools.convert.from_megatron import GivenModel, full_model
@@ -127,10 +128,22 @@ def table_of(rows: int) -> Callable[[Any], None]:
     return lambda entry: setattr(entry, "size", torch.Size([rows, 32]))
 
 
-def without_part(entry: Any) -> None:
-    entry.chunks.clear()
+def parts(*boxes: tuple[int, int, int, int]) -> Callable[[Any], None]:
+    """Parts of (first row, first column, rows, columns)."""
+    chunks = [ChunkStorageMetadata(torch.Size(box[:2]), torch.Size(box[2:])) for box in boxes]
+    return lambda entry: setattr(entry, "chunks", chunks)
 
 
+def unsafe_part(folder: Path) -> None:
+    """The data of a part are a pickle that makes a folder."""
+    torch.save(Attack(folder.parent / "marker"), folder / "new.distcp")
+    content = pickle.loads((folder / ".metadata").read_bytes())
+    info = next(info for key, info in content.storage_data.items() if key.fqn == "output_layer.weight")
+    info.relative_path, info.offset, info.length = "new.distcp", 0, (folder / "new.distcp").stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(content))
+
+
+NOT_TILED = "the parts of output_layer.weight do not fill [96, 32]"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "harm": (
         lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Attack(folder.parent / "marker"))),
@@ -140,10 +153,15 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / ".metadata").write_bytes(b"ctorch.distributed.checkpoint.filesystem\nos\n."),
         "which could run code",
     ),
-    "half of the weights": (truncated("__0_1.distcp"), "cannot be read"),
+    "half of the weights": (truncated("__0_1.distcp"), "__0_1.distcp cannot be read"),
+    "harm in a part": (unsafe_part, "new.distcp asks for posix.mkdir, which could run code"),
     "a file elsewhere": (replaced(b"__0_0.distcp", b"../../secret"), "'../../secret', which is not in the same folder"),
     "a table too large": (with_metadata(table_of(1 << 40)), "which is more than the .distcp files there hold"),
-    "a part is missing": (with_metadata(without_part), "the parts of output_layer.weight do not fill [96, 32]"),
+    "no part": (with_metadata(parts()), NOT_TILED),
+    "a gap, and an overlap of the same size": (with_metadata(parts((0, 0, 48, 32), (0, 0, 48, 32))), NOT_TILED),
+    "a part that is out of bounds": (with_metadata(parts((0, 8, 96, 32))), NOT_TILED),
+    "parts that overlap and are out of bounds": (with_metadata(parts((0, 0, 64, 32), (64, -1, 32, 32))), NOT_TILED),
+    "a part of negative sizes": (with_metadata(parts((96, 32, -96, -32))), NOT_TILED),
 }
 
 
