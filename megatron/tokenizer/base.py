@@ -106,14 +106,12 @@ def library_errors(path: str, task: str = "encode this text") -> Iterator[None]:
 
 
 class RustTokenizer(Tokenizer):
-    """A tokenizer of the library ``tokenizers``.
+    """A tokenizer of the library ``tokenizers``."""
 
-    Its ``encoder``, of the file ``path``, must not recognize special tokens in texts; it is None if a subclass
-    overrides ``_encoder``.
-    """
-
-    def __init__(self, encoder: tokenizers.Tokenizer | None, vocab_size: int, path: str) -> None:
-        self._eager_encoder, self.vocab_size, self.path = encoder, vocab_size, path
+    path: str
+    """Its file."""
+    _encoder: tokenizers.Tokenizer
+    """It must not recognize special tokens in texts."""
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         with library_errors(self.path):
@@ -133,11 +131,6 @@ class RustTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         with library_errors(self.path, "decode these tokens"):
             return self._encoder.decode(ids, skip_special_tokens=False)
-
-    @property
-    def _encoder(self) -> tokenizers.Tokenizer:
-        assert self._eager_encoder is not None, "a subclass overrides _encoder"
-        return self._eager_encoder
 
 
 LONGEST_WORD = 1 << 20

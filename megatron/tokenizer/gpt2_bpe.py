@@ -60,11 +60,10 @@ class GPT2BPETokenizer(RustTokenizer):
         files = {"--vocab-file": vocab_file, "--merge-file": merge_file}
         if merge_file is None and vocab_file is not None and os.path.isfile(vocab_file):
             read_byte_vocabulary(vocab_file)  # a vocabulary of words needs another tokenizer, not merges
-        vocab_path, merge_path = require_files("GPT2BPETokenizer", files)
-        vocabulary = read_byte_vocabulary(vocab_path)
+        self.path, merge_path = require_files("GPT2BPETokenizer", files)
+        vocabulary = read_byte_vocabulary(self.path)
         merges = read_merges(merge_path, vocabulary)
-        super().__init__(None, len(vocabulary), vocab_path)
-        self.eod = vocabulary[EOD]
+        self.vocab_size, self.eod = len(vocabulary), vocabulary[EOD]
         self._model = vocabulary, merges
 
     def tokenize_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -80,7 +79,7 @@ class GPT2BPETokenizer(RustTokenizer):
         return [ids.tolist() for ids in self._gigatoken.encode(texts)]
 
     @cached_property
-    def _encoder(self) -> tokenizers.Tokenizer:
+    def _encoder(self) -> tokenizers.Tokenizer:  # type: ignore[override]  # mypy takes it for a property
         """The library's tokenizer, made on first use: with gigatoken it is not needed to encode texts."""
         encoder = byte_level_bpe(*self._model)
         encoder.add_special_tokens([EOD])

@@ -69,8 +69,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         size = max(self.pieces.values(), default=-1) + 1
         if size > _MOST_TOKENS:
             raise DataError(f"{self.path}: a token has the id {size - 1}, and no vocabulary has {_MOST_TOKENS} tokens")
-        super().__init__(encoder, checked_size(self.path, size, vocab_size), self.path)
-        self.tokens = size
+        self._encoder, self.vocab_size, self.tokens = encoder, checked_size(self.path, size, vocab_size), size
         self.bos = self._special("bos", configs, None)
         with suppress(DataError, IndexError), library_errors(self.path):  # an error of this text, not of the tokenizer
             self.adds_bos = encoder.encode("a").ids[0] == self.bos

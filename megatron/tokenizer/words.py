@@ -45,14 +45,14 @@ class WordPieceTokenizer(RustTokenizer):
         """Raises DataError if the vocabulary is absent or broken, or if merges are given."""
         if merge_file is not None:
             raise DataError(f"--merge-file {merge_file}: WordPiece has no merges; leave the flag out")
-        (path,) = require_files("WordPiece", {"--vocab-file": vocab_file})
-        pieces = read_pieces(path)
+        (self.path,) = require_files("WordPiece", {"--vocab-file": vocab_file})
+        pieces = read_pieces(self.path)
         encoder = tokenizers.Tokenizer(models.WordPiece(pieces, unk_token=_UNKNOWN, max_input_chars_per_word=100))
         encoder.normalizer = normalizer(lower_case)
         encoder.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         encoder.decoder = decoders.WordPiece(prefix=CONTINUES)
         self.extra = ["[BOS]", "[EOS]", *(f"<extra_id_{n}>" for n in range(extra_ids))] if extra_ids else []
-        super().__init__(encoder, len(pieces) + len(self.extra), path)
+        self._encoder, self.vocab_size = encoder, len(pieces) + len(self.extra)
         self.pad, self.cls, self.sep, self.mask = (pieces[token] for token in (PAD, CLS, SEP, MASK))
         self.eod, self.unk = self.sep, pieces[_UNKNOWN]
         names = [*pieces, *self.extra]

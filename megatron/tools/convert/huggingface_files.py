@@ -13,7 +13,7 @@ from megatron.common.reading import LARGEST_JSON
 from megatron.common.tokenizer_files import CHAT_TEMPLATE, OTHER_TEMPLATES, PUBLISHED, SENTENCEPIECE, TOKENIZER_FILES
 from megatron.config import ModelConfig
 from megatron.data.fingerprint import tokenizer_hash
-from megatron.model.huggingface import HF_CONFIG, read_json
+from megatron.model.huggingface import HF_CONFIG
 from megatron.tokenizer.published import HuggingFaceTokenizer
 from megatron.tools.chat.files import recorded_template
 from megatron.tools.chat.template import ChatPrompts
@@ -24,6 +24,7 @@ from megatron.tools.convert.vocabulary import (
     TOKENIZER,
     Vocabulary,
     read_folder_tokenizer,
+    settings_in,
 )
 
 GENERATION = "generation_config.json"
@@ -97,9 +98,8 @@ def keep_chat_template(folder: Path, description: Mapping[str, Any]) -> None:
     if not (record := description["config"]["data"].get("chat_template")):
         return
     content = json.loads(record)
-    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
     tokens = {name: text for name, text in content["special_tokens"].items() if text}
-    settings |= tokens | {"chat_template": content["chat_template"]}
+    settings = settings_in(folder) | tokens | {"chat_template": content["chat_template"]}
     (folder / SETTINGS).write_text(as_json(settings, indent=2) + "\n", encoding="utf-8")
     (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
     shutil.rmtree(folder / OTHER_TEMPLATES, ignore_errors=True)
@@ -110,12 +110,12 @@ def keep_chat_template(folder: Path, description: Mapping[str, Any]) -> None:
 
 def _end_at_answers(folder: Path, record: str) -> None:
     """Let ``transformers`` end a text at the special token with which the template of ``record`` ends an answer."""
-    tokenizer, file = HuggingFaceTokenizer(str(folder / TOKENIZER)), folder / GENERATION
+    tokenizer = HuggingFaceTokenizer(str(folder / TOKENIZER))
     end = ChatPrompts(recorded_template(record, tokenizer), tokenizer).end
     if end is not None and end not in tokenizer.other_ends:
-        settings = read_json(file) if file.exists() else {}
         ends = dict.fromkeys((tokenizer.eod, *sorted(tokenizer.other_ends), end))
-        file.write_text(as_json(settings | {"eos_token_id": [*ends]}, indent=2) + "\n", encoding="utf-8")
+        settings = settings_in(folder, GENERATION) | {"eos_token_id": [*ends]}
+        (folder / GENERATION).write_text(as_json(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_carried(files: Mapping[str, Path], folder: Path) -> None:

@@ -140,11 +140,16 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | Non
     if form is GPT2_FORMAT:
         vocabulary = read_bpe(*map(str, paths))
     else:
-        settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
+        settings = settings_in(folder)
         vocabulary = read_word_pieces(str(paths[0]), None, lower_case=bool(settings.get("do_lower_case", True)))
     tokens = {**_added_tokens(folder), **vocabulary.tokens}
     check_ids(f"{paths[0]} with the added tokens beside it", tokens)
     return replace(vocabulary, tokens=tokens)
+
+
+def settings_in(folder: Path, name: str = SETTINGS) -> dict[str, Any]:
+    """The object in a file of ``folder``, empty without the file. Raises CheckpointError if it is broken."""
+    return read_json(folder / name) if (folder / name).exists() else {}
 
 
 def _check_words(folder: Path) -> None:
@@ -152,7 +157,7 @@ def _check_words(folder: Path) -> None:
 
     Its GPT2Tokenizer takes the tokens of a tokenizer.json, but divides text in GPT-2's way.
     """
-    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
+    settings = settings_in(folder)
     adds_space, file = bool(settings.get("add_prefix_space")), folder / TOKENIZER
     if settings.get("tokenizer_class", "GPT2Tokenizer") not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
         return
@@ -176,11 +181,9 @@ def _is_gpt2s(file: Path) -> bool:
 
 def _added_tokens(folder: Path) -> dict[str, int]:
     """Tokens and ids that a folder without ``tokenizer.json`` adds to its vocabulary file. Raises CheckpointError."""
-    added = read_json(folder / ADDED) if (folder / ADDED).exists() else {}
-    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
     try:
-        decoder = (settings.get("added_tokens_decoder") or {}).items()
-        return added | {token["content"]: int(id) for id, token in decoder}
+        decoder = (settings_in(folder).get("added_tokens_decoder") or {}).items()
+        return settings_in(folder, ADDED) | {token["content"]: int(id) for id, token in decoder}
     except (KeyError, TypeError, AttributeError, ValueError):
         raise CheckpointError(f"{folder / SETTINGS}: added_tokens_decoder does not map ids to tokens") from None
 
