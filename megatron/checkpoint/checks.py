@@ -30,7 +30,6 @@ def form_errors(place: Path) -> Iterator[None]:
         yield
     except CheckpointError as error:
         error.messages = [line if str(place) in line else f"{place}: {line}" for line in error.messages]
-        error.args = ("\n".join(error.messages),)
         raise
     except (*_FORM, OSError, AssertionError) as error:
         if not place.exists():

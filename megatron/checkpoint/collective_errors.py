@@ -51,23 +51,22 @@ def gathered(own: list[T]) -> list[T]:
 
 def on_rank_0(step: Callable[[], T]) -> T:
     """Run ``step()`` on rank 0. Returns its result, or raises its UserError, on every rank."""
-    outcome = [_outcome(step) if dist.get_rank() == 0 else ()]
+    outcome = [_outcome(step) if dist.get_rank() == 0 else (None, None)]
     dist.broadcast_object_list(outcome)
     return _result(outcome[0])
 
 
-def _outcome(step: Callable[[], T]) -> tuple:
-    """(result, None, []) or (None, type of the UserError, its messages), since the error may not be picklable."""
+def _outcome(step: Callable[[], T]) -> tuple[Any, UserError | None]:
+    """(result, None) or (None, error)."""
     try:
-        return step(), None, []
+        return step(), None
     except UserError as error:
-        return None, type(error), error.messages
+        return None, error
 
 
-def _result(outcome: tuple) -> Any:
-    result, kind, messages = outcome
-    if kind is not None:
-        error = kind(messages)
+def _result(outcome: tuple[Any, UserError | None]) -> Any:
+    result, error = outcome
+    if error is not None:
         error.on_every_rank = True
         raise error
     return result

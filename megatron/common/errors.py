@@ -23,7 +23,10 @@ class UserError(Exception):
         lines = [messages] if isinstance(messages, str) else [*messages]
         more = [f"and {len(lines) - _MOST:,} more"] if len(lines) > _MOST else []
         self.messages = [one_line(message) for message in (*lines[:_MOST], *more)]
-        super().__init__("\n".join(self.messages))
+        super().__init__(self.messages)
+
+    def __str__(self) -> str:
+        return "\n".join(self.messages)
 
     @property
     def in_one_line(self) -> str:
