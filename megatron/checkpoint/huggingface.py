@@ -1,4 +1,4 @@
-"""Converts weights between Hugging Face's names and shapes and ours, one weight at a time, and loads ``--load-hf``.
+"""Converts Hugging Face's weights to ours, one at a time, and loads ``--load-hf``; tools convert them back.
 
 n heads, g query groups, d size of a head, h hidden, f hidden size of the MLP
 """
@@ -70,21 +70,6 @@ def _finite(tensors: Mapping[str, Tensor], name: str, value: Tensor, source: str
     return value
 
 
-def their_weights(weights: Mapping[str, Tensor], config: ModelConfig) -> LazyTensors:
-    """The state dict of Hugging Face's model from our ``weights``; a tied head is left out."""
-    outlines, sources = outlines_of(weights), source_shapes(config)
-    places = {theirs: (ours, index) for ours, names in sources.items() for index, theirs in enumerate(names)}
-
-    def read(theirs: str) -> Tensor:
-        ours, index = places[theirs]
-        return divided(ours, weights[ours], config)[index]
-
-    shapes = {theirs: shape for names in sources.values() for theirs, shape in names.items()}
-    return LazyTensors(
-        {name: outlines[places[name][0]].new_empty(shape, device="meta") for name, shape in shapes.items()}, read
-    )
-
-
 def joined(name: str, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
     """Our weight ``name``, or a rank's shard with complete query groups, from Hugging Face's tensors."""
     config = sizes_of(config, name)
@@ -100,31 +85,11 @@ def joined(name: str, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
     return torch.stack(list(theirs)) if len(theirs) > 1 else theirs[0]
 
 
-def divided(name: str, ours: Tensor, config: ModelConfig) -> list[Tensor]:
-    """Hugging Face's tensors for our weight ``name``."""
-    config = sizes_of(config, name)
-    if format_of(config) is GPT2_FORMAT:
-        return [_to_gpt2(name, ours, config)]
-    if "key_value" in name:
-        groups = ours.unflatten(0, (config.query_groups, -1, config.head_size))
-        sizes = [groups.size(1) - 2, 1, 1] if "query" in name else [1, 1]
-        return [part.flatten(0, 2).contiguous() for part in groups.split(sizes, dim=1)]
-    if "mlp.experts" in name:
-        return list(ours.flatten(0, -3).unbind())
-    return list(ours.unbind()) if config.is_gated and "dense_h_to_4h" in name else [ours]
-
-
 def _from_gpt2(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
     tensor = tensor.t() if tensor.dim() == 2 and "embeddings" not in name else tensor
     if "query_key_value" in name:  # [3, n, d, ..] -> [n, 3, d, ..]
         tensor = tensor.unflatten(0, (3, config.num_attention_heads, -1)).transpose(0, 1).flatten(0, 2)
     return tensor.contiguous()
-
-
-def _to_gpt2(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    if "query_key_value" in name:  # [n, 3, d, ..] -> [3, n, d, ..]
-        tensor = tensor.unflatten(0, (config.num_attention_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
-    return (tensor.t() if tensor.dim() == 2 and "embeddings" not in name else tensor).contiguous()
 
 
 def load_huggingface(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout) -> Loaded:

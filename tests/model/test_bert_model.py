@@ -9,12 +9,12 @@ import torch
 from support.whole_models import whole_model
 from torch.testing import assert_close
 
-from megatron.checkpoint.huggingface import their_weights
 from megatron.config import ModelConfig
 from megatron.engines.containers import SequentialModel
 from megatron.model.architectures import BERT, CLASSIFIER
 from megatron.tools.convert.full_model import FullModel, without_padding
 from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
+from megatron.tools.convert.their_weights import their_weights
 
 CONFIG = ModelConfig(
     architecture=BERT.name, num_layers=3, hidden_size=16, ffn_hidden_size=48, num_attention_heads=4,

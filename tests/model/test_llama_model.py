@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from megatron.checkpoint.huggingface import divided, joined
+from megatron.checkpoint.huggingface import joined
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.config.model import padded_vocabulary
 from megatron.engines.containers import sequential_model
@@ -25,6 +25,7 @@ from megatron.tools.convert.full_model import FullModel
 from megatron.tools.convert.inspection import find
 from megatron.tools.convert.inspection import read_config as read_checkpoint_config
 from megatron.tools.convert.load_and_save import write_checkpoint
+from megatron.tools.convert.their_weights import divided
 from megatron.tools.convert.written_config import write_config
 from megatron.tools.inference.batches import DecodingBatch
 from megatron.tools.inference.model import LanguageModel, load_model

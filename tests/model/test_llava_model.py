@@ -14,7 +14,6 @@ from support.whole_models import whole_model
 from torch import Tensor
 from torch.testing import assert_close
 
-from megatron.checkpoint.huggingface import their_weights
 from megatron.common.errors import CheckpointError, ConfigError
 from megatron.engines.build import freeze
 from megatron.engines.containers import run_in_order
@@ -24,6 +23,7 @@ from megatron.model.llava import PIXELS
 from megatron.tools.convert.full_model import without_padding
 from megatron.tools.convert.join_llava import joined_llava
 from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
+from megatron.tools.convert.their_weights import their_weights
 
 TOKENS = torch.randint(0, 60, (2, 14), generator=torch.Generator().manual_seed(1))
 PICTURES = torch.randint(0, 256, (4, 28, 28, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))

@@ -9,12 +9,12 @@ from support.whole_models import whole_model
 from torch import Tensor
 from torch.testing import assert_close
 
-from megatron.checkpoint.huggingface import their_weights
 from megatron.config import ModelConfig
 from megatron.engines.containers import SequentialModel
 from megatron.model.architectures import T5
 from megatron.tools.convert.full_model import FullModel, without_padding
 from megatron.tools.convert.load_and_save import read_huggingface, write_huggingface
+from megatron.tools.convert.their_weights import their_weights
 from megatron.tools.inference.batches import TextToTextBatch
 from megatron.tools.inference.model import LanguageModel
 

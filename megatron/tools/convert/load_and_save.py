@@ -18,7 +18,7 @@ from torch.serialization import set_default_mmap_options, skip_data
 from megatron.checkpoint.across_ranks import check_copies, check_shards, check_states
 from megatron.checkpoint.checks import form_errors, outline, wrong
 from megatron.checkpoint.commit import publish, write_description
-from megatron.checkpoint.huggingface import our_weights, their_weights
+from megatron.checkpoint.huggingface import our_weights
 from megatron.checkpoint.load import CHECKPOINT_VERSION
 from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.run_file import SavedRun, describe
@@ -43,6 +43,7 @@ from megatron.tools.convert.full_model import (
 )
 from megatron.tools.convert.huggingface_files import copy_carried, keep_chat_template
 from megatron.tools.convert.inspection import RUN_KEY, FoundCheckpoint, read_config, read_description
+from megatron.tools.convert.their_weights import their_weights
 from megatron.tools.convert.vocabulary import Vocabulary
 from megatron.tools.convert.written_config import write_config
 
@@ -140,7 +141,10 @@ def _universal_weights(path: Path) -> LazyTensors:
 
 def _check_sums(file: Path) -> None:
     try:
-        check_archive(file, sums=True)
+        check_archive(file)
+        with zipfile.ZipFile(file) as archive:
+            if broken := archive.testzip():
+                raise ValueError(f"{broken} is not as its checksum says")
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{file} is damaged ({first_line(error)}); convert the checkpoint again") from error
 

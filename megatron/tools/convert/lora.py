@@ -10,13 +10,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron.checkpoint.huggingface import divided
 from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig
 from megatron.config.experts import LORA_TARGETS
 from megatron.model.huggingface import HF_CONFIG, read_config, source_shapes
 from megatron.model.huggingface.llama import family_of
 from megatron.tools.convert.full_model import FullModel, check_space_for, write_tensors
+from megatron.tools.convert.their_weights import divided
 
 
 def merge_adapters(model: FullModel) -> FullModel:
