@@ -150,4 +150,4 @@ class _Shards:
         return joined(name, parts, config)
 
     def _part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
-        return _finite(self.tensors, name, self.tensors.part(name, dim, begin, end))
+        return _finite(self.tensors, name, self.tensors[name].narrow(dim, begin, end - begin))

@@ -7,7 +7,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -252,25 +252,12 @@ class SafetensorsFiles(LazyTensors):
         outlines = {name: self._whole(name).to("meta") for name in self._entries}
         super().__init__(outlines, self._whole, {name: entry.file for name, entry in self._entries.items()})
 
-    def part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
-        """Slice ``begin`` to ``end`` of dimension ``dim`` of a tensor; the rest is not read."""
-        with self._errors(name):
-            return self._file(name).get_slice(name)[tuple([slice(None)] * dim + [slice(begin, end)])]
-
     def _whole(self, name: str) -> Tensor:
-        with self._errors(name):
-            return self._file(name).get_tensor(name)
-
-    def _file(self, name: str) -> Any:
         file = self._entries[name].file
-        if file not in self._opened:
-            self._opened.clear()  # keep one file open: tensors are mostly read in the order of files
-            self._opened[file] = safetensors.safe_open(file, framework="pt")
-        return self._opened[file]
-
-    @contextmanager
-    def _errors(self, name: str) -> Iterator[None]:
         try:
-            yield
+            if file not in self._opened:
+                self._opened.clear()  # keep one file open: tensors are mostly read in the order of files
+                self._opened[file] = safetensors.safe_open(file, framework="pt")
+            return self._opened[file].get_tensor(name)
         except (safetensors.SafetensorError, OSError) as error:
-            raise broken(self._entries[name].file, error) from None
+            raise broken(file, error) from None
