@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 
 from megatron.common.errors import DataError
+from megatron.common.reading import read_json
 
 GPT2_BPE = "GPT2BPETokenizer"
 HUGGINGFACE = "HuggingFaceTokenizer"
@@ -64,6 +65,25 @@ def unused_merges(tokenizer_type: str, merge_file: str | None) -> list[str]:
     if merge_file == used_merges(tokenizer_type, merge_file):
         return []
     return [f"--merge-file {merge_file} is not used: {tokenizer_type} has no merges"]
+
+
+def other_words(kind: str, vocab_file: str | None, *, add_prefix_space: bool = False) -> list[str]:
+    """A warning if a tokenizer.json next to the vocabulary of GPT-2's BPE divides text in another way, else empty.
+
+    With ``add_prefix_space`` GPT-2's way has a space in front of each text.
+    """
+    file = os.path.join(os.path.dirname(vocab_file or ""), TOKENIZER_FILES[HUGGINGFACE][0])
+    if kind != GPT2_BPE or not os.path.isfile(file):
+        return []
+    try:
+        tree = read_json(file)
+        words = {"use_regex": True, **tree["pre_tokenizer"]}
+        expected = {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "use_regex": True}
+        is_gpt2s = words.items() >= expected.items() and tree.get("normalizer") is None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        is_gpt2s = False
+    remedy = f"use --tokenizer-type {HUGGINGFACE} for the tokens of its model"
+    return [] if is_gpt2s else [f"{file} divides text in another way than GPT-2's BPE: {remedy}"]
 
 
 def tokenizer_files(

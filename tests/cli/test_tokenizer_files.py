@@ -15,12 +15,12 @@ from megatron.common.tokenizer_files import (
     HUGGINGFACE,
     SENTENCEPIECE,
     check_tokenizer_folder,
+    other_words,
     tokenizer_files,
     tokenizer_kind,
 )
 from megatron.model.architectures import BERT, GPT2
 from megatron.tokenizer import build_tokenizer
-from megatron.tools.convert.vocabulary import has_other_words
 from megatron.tools.inference.source import TokenizerFiles
 from megatron.tools.planning.machine import DEVICES, Machine
 from megatron.tools.planning.request import make_request
@@ -155,7 +155,8 @@ def test_a_published_tokenizer_needs_its_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_folder_whose_tokenizer_json_is_no_bpe_of_gpt2(tmp_path: Path, words: object, is_gpt2s: bool) -> None:
-    file = tmp_path / "tokenizer.json"
-    assert not has_other_words(file)
-    file.write_text(json.dumps({"normalizer": None, "pre_tokenizer": words}))
-    assert has_other_words(file) != is_gpt2s
+    vocab_file = str(tmp_path / "vocab.json")
+    assert not other_words("GPT2BPETokenizer", vocab_file)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"normalizer": None, "pre_tokenizer": words}))
+    assert bool(other_words("GPT2BPETokenizer", vocab_file)) != is_gpt2s
+    assert not other_words(HUGGINGFACE, str(tmp_path / "tokenizer.json"))

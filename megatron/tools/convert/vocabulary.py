@@ -13,6 +13,7 @@ from megatron.common.tokenizer_files import (
     GPT2_BPE,
     SENTENCEPIECE,
     TOKENIZER_FILES,
+    other_words,
     tokenizer_files,
 )
 from megatron.config import ModelConfig
@@ -162,29 +163,16 @@ def _check_words(folder: Path) -> None:
         return
     if adds_space and not file.exists():
         raise CheckpointError(f"{folder / SETTINGS}: add_prefix_space needs the {TOKENIZER} of save_pretrained")
-    if has_other_words(file, add_prefix_space=adds_space):
+    if other_words(GPT2_BPE, str(file), add_prefix_space=adds_space):
         raise CheckpointError(
             f"{file} divides text in another way than GPT2Tokenizer, with which transformers reads it: name another "
             f"tokenizer_class in {folder / SETTINGS}, such as PreTrainedTokenizerFast"
         )
 
 
-def has_other_words(file: Path, *, add_prefix_space: bool = False) -> bool:
-    """Whether a tokenizer.json divides text in another way than GPT-2's BPE, with a space before each text or not."""
-    if not file.is_file():
-        return False
-    try:
-        tree = read_json(file)
-        words = {"use_regex": True, **tree["pre_tokenizer"]}
-        expected = {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "use_regex": True}
-        return tree.get("normalizer") is not None or not words.items() >= expected.items()
-    except (CheckpointError, LookupError, TypeError, AttributeError):
-        return True
-
-
 def _is_gpt2s(file: Path) -> bool:
     """Whether the tokenizer.json of a GPT-2 is GPT-2's BPE; any other is read as transformers reads it."""
-    if has_other_words(file):
+    if other_words(GPT2_BPE, str(file)):
         return False
     bpe = _read_tokenizer_json(file, is_bpe=True)
     merged = {left + right for left, right in bpe.merges}
