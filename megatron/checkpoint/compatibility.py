@@ -101,8 +101,6 @@ def _configured(names: Iterable[str], saved: SavedRun) -> dict[str, Any]:
 
 
 _FIELDS = {"the content of --data-path": "data_hash", "the tokenizer's content": "tokenizer_hash"}
-
-
 _UPDATE_RULE = {"adam_w_mode": True, "bias_correction": True, "max_coeff": 10.0, "min_coeff": 0.01}
 """Settings that change an optimizer's update and that only DeepSpeed's JSON has, with DeepSpeed's defaults."""
 

@@ -24,8 +24,6 @@ from megatron.model.huggingface import model_title
 RUN_FILE = "run.json"
 _REMOVED = ("flex_attention", "images_per_sample", "next_tokens", "scaled_upper_triang_masked_softmax_fusion")
 """Former fields of ModelConfig that are ignored, since no weight depends on them."""
-
-
 _KINDS = {
     "iteration": int,
     "consumed_samples": int,

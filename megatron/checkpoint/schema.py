@@ -37,8 +37,6 @@ _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 """Keys of the master weights in the optimizer files of ZeRO 1, 2 and 3."""
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow")
 """Other keys that DeepSpeed loads from these files, in addition to the state of the base optimizer."""
-
-
 Steps = dict[int, Path]
 """Step counts of an optimizer, each with a file that has it."""
 

@@ -46,8 +46,6 @@ _BROUGHT = ".memory-of-"
 
 Files = dict[str, tuple[int, str]]
 """(size in bytes, ``Record.xxh128``) by file name."""
-
-
 Place = tuple[int, str, int]
 """Location of a copy of a shard: the first rank of the host, the folder, and the rank that took the shard."""
 

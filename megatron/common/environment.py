@@ -177,8 +177,6 @@ def _on_cpu_by_accelerate(environ: Mapping[str, str]) -> bool:
 
 ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
 """Names of DeepSpeed's accelerators."""
-
-
 _WSL_LIBRARIES = Path("/usr/lib/wsl/lib"), Path("/usr/lib/x86_64-linux-gnu")
 """Folders where the Windows driver puts CUDA's library: under WSL2, and in a container under WSL2."""
 

@@ -32,8 +32,6 @@ RESIDUAL = "the residual taken before the norm (no --apply-residual-connection-p
 """Requirement of most formats, for messages."""
 _GELU_KINDS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
 """Hugging Face's names of GELU, and whether it is the tanh approximation; for writing, the first match is used."""
-
-
 _GPT2_END = 50256
 """The end of documents that transformers writes for a GPT-2 with any vocabulary."""
 _Dtype = Literal["bfloat16", "float16", "float32", "float64", "half", "float", "double"]
