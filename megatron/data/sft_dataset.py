@@ -75,7 +75,7 @@ class SFTDataset(SourceSamples):
         self.samples_per_epoch = len(self._bins) - 1
         epochs = -(-samples // self.samples_per_epoch)
         super().__init__(source, epochs * self.samples_per_epoch, epochs)
-        self._loss_mask = _loss_mask_of(indexed)
+        self._loss_mask = IndexedDataset(loss_mask_prefix(indexed.prefix))
         self._seq_length, self._vocab_size = data.seq_length, vocab_size
         self._seed_words = [*seed_words(seed), SPLITS.index(name)]
         self._epoch = lru_cache(maxsize=2)(self._order_of)
@@ -85,7 +85,7 @@ class SFTDataset(SourceSamples):
         """An error message for a source without a loss mask, or without a document in the split ``name``; else None."""
         _, indexed, documents = source
         try:
-            loss_mask = _loss_mask_of(indexed)
+            loss_mask = IndexedDataset(loss_mask_prefix(indexed.prefix))
         except DataError as error:
             maker = "tools/preprocess_data.py --format messages or prompt-completion"
             return f"{error}; --sft reads a data set made by {maker}"
@@ -154,10 +154,6 @@ class SFTDataset(SourceSamples):
         images = self._images[self._documents[shuffled]]
         by_size = shuffled[np.lexsort((images, -self._sizes[shuffled]))]
         return by_size, random.permutation(self.samples_per_epoch)
-
-
-def _loss_mask_of(indexed: IndexedDataset) -> IndexedDataset:
-    return IndexedDataset(loss_mask_prefix(indexed.prefix))
 
 
 def _mask_of(loss_mask: IndexedDataset, start: int, size: int) -> np.ndarray:

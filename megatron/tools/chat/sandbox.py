@@ -91,10 +91,10 @@ class Template:
         self._check(text, messages, tools)
         return text, counted
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Render a conversation with the generation prompt at the end. Raises ValueError as ``conversation``."""
-        text = re.sub(f"[{BEGIN}{END}]", "", self._render(messages, tools, add_generation_prompt=True))
-        self._check(text, messages, tools, add_generation_prompt=True)
+        text = re.sub(f"[{BEGIN}{END}]", "", self._render(messages, None, add_generation_prompt=True))
+        self._check(text, messages, None, add_generation_prompt=True)
         return text
 
     def _check(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any, **settings: bool) -> None:

@@ -8,7 +8,7 @@ images are sequences with a nonzero mode.
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,8 +125,8 @@ def _read_indexed(path: Path) -> Iterator[Record]:
         raise ValueError("it has no modes, so its sequences are all text")
     for document, (first, end) in enumerate(pairwise(data.doc_idx.tolist())):
         images = [_image_bytes(data.get(number)) for number in range(first, end) if data.modes[number]]
-        texts = [data.get(number).tolist() for number in range(first, end) if not data.modes[number]]
-        yield Record(f"{path}: document {document}", {"image": images}, tokens=sum(texts, []))
+        texts = (data.get(number).tolist() for number in range(first, end) if not data.modes[number])
+        yield Record(f"{path}: document {document}", {"image": images}, tokens=[*chain.from_iterable(texts)])
 
 
 def _image_bytes(numbers: np.ndarray) -> bytes:

@@ -4,8 +4,7 @@ import asyncio
 import sys
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -230,8 +229,10 @@ class Driver:
             self._join(joining)
             self._queue.running = len(self._running)
             if self._batch:
-                with self._failing(self._running):
+                try:
                     self._step()
+                except Exception as error:
+                    self._fail(self._running, error)
         self._ranks.share(Change(is_end=True))
 
     def _receive(self) -> bool:
@@ -258,18 +259,16 @@ class Driver:
 
     def _join(self, joining: dict[int, Job]) -> None:
         """Add jobs to the batch. If this fails for several jobs together, each joins alone."""
-        requests = {number: job.request for number, job in joining.items()}
-        if len(joining) > 1 and not self._ranks.has_workers:
-            try:
-                self._batch.join_requests(requests)
-                self._running |= joining
-            except Exception:
-                for number, job in joining.items():
-                    self._join({number: job})
-        elif joining:
-            with self._failing(joining):
-                self._batch.join_requests(requests)
-                self._running |= joining
+        try:
+            if joining:
+                self._batch.join_requests({number: job.request for number, job in joining.items()})
+            self._running |= joining
+        except Exception as error:
+            if len(joining) == 1 or self._ranks.has_workers:
+                self._fail(joining, error)
+                return
+            for number, job in joining.items():
+                self._join({number: job})
 
     def _step(self) -> None:
         chosen = self._batch.choose()
@@ -287,16 +286,12 @@ class Driver:
         self._queue.generated_tokens += len(chosen)
         self._batch.advance()
 
-    @contextmanager
-    def _failing(self, jobs: dict[int, Job]) -> Iterator[None]:
-        """Answer ``jobs`` with an error if the block raises one; the server continues with other requests."""
-        try:
-            yield
-        except Exception:
-            send([(job, RequestError(_ERROR, status=500)) for job in jobs.values()])
-            if self._ranks.has_workers:
-                raise
-            traceback.print_exc(file=sys.stderr)
-            if jobs is self._running:
-                self._batch.clear()
-                self._running.clear()
+    def _fail(self, jobs: dict[int, Job], error: Exception) -> None:
+        """Answer ``jobs`` with an error; the server continues with other requests, unless there are several ranks."""
+        send([(job, RequestError(_ERROR, status=500)) for job in jobs.values()])
+        if self._ranks.has_workers:
+            raise error
+        traceback.print_exception(error, file=sys.stderr)
+        if jobs is self._running:
+            self._batch.clear()
+            self._running.clear()
