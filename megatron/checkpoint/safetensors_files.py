@@ -67,26 +67,16 @@ def files_with(path: Path, *names: str) -> dict[Path, set[str]]:
 
 def _entries_of(file: Path) -> dict[str, Entry]:
     try:
-        _check_header(file)
-        with safetensors.safe_open(file, framework="np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}
-            entries = {
-                name: Entry(file, tuple(part.get_shape()), part.get_dtype()) for name, part in sorted(slices.items())
-            }
+        with open(file, "rb", opener=regular) as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            if size > LARGEST_SETTINGS:
+                raise ValueError(f"its header has {size:,} bytes, and at most {LARGEST_SETTINGS:,} are read")
+            header = parse_json(opened.read(size))  # the library does not refuse a tensor that occurs twice
+        with safetensors.safe_open(file, framework="np"):  # checks everything else
+            tensors = {name: entry for name, entry in sorted(header.items()) if name != "__metadata__"}
+            return {name: Entry(file, tuple(entry["shape"]), entry["dtype"]) for name, entry in tensors.items()}
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise broken(file, error) from None
-    return entries
-
-
-def _check_header(file: Path) -> None:
-    """Raise ValueError if a tensor occurs twice or the header is far too long, which the library does not check."""
-    with open(file, "rb", opener=regular) as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        if size > LARGEST_SETTINGS:
-            raise ValueError(f"its header has {size:,} bytes, and at most {LARGEST_SETTINGS:,} are read")
-        header = opened.read(size)
-
-    parse_json(header)
 
 
 def shards_of(index: Path) -> dict[Path, set[str]]:
