@@ -473,7 +473,7 @@ def test_files_of_torch_before_zip(tmp_path: Path, held: str):
     if held == "weights":
         assert full_model(read_shards(tmp_path), GivenModel(vocab_size=TOKENS)).config.num_attention_heads == HEADS
         return
-    with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt cannot be read"):
+    with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt asks for posix.mkdir"):
         read_shards(tmp_path)
     assert not (tmp_path / "marker").exists()
 
