@@ -18,7 +18,7 @@ ZeRO 3 separately, in parts.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import repeat
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron.checkpoint.checks import check_outline, name_of, outline, wrong
 from megatron.checkpoint.run_file import SavedRun
-from megatron.checkpoint.saved_files import SavedFiles, Shapes, numbered_state
+from megatron.checkpoint.saved_files import PADDINGS, SavedFiles, Shapes, numbered_state
 from megatron.checkpoint.stored import WEIGHT, Piece, Shard, State, Stored, StoredFile, is_flat, joined
 from megatron.common.errors import CheckpointError
 from megatron.model.architectures import architecture_of
@@ -174,8 +174,12 @@ class SavedStates:
         if not isinstance(part := first.find(weights), Tensor):
             raise wrong(first.path, name_of(weights), outline(part), "a tensor")
         length = part.numel()
-        paddings = first.find(["optimizer_state_dict"]).get("param_alignment_paddings")
-        span = self._spans(stage, number, paddings=tuple(paddings[number]) if paddings else ())[name]
+        spans = self._spans(stage, number, alignment=self.layout.parameter_elements)
+        if PADDINGS in first.find(["optimizer_state_dict"]):
+            expected = [after.start - before.stop for before, after in pairwise(spans.values())] + [0]
+            if (found := first.find(["optimizer_state_dict", PADDINGS, number])) != expected:
+                raise wrong(first.path, f"{PADDINGS}[{number}]", str(found), str(expected))
+        span = spans[name]
         if span.stop > length * len(ranks):
             raise wrong(first.path, name_of(weights), f"of {length:,} elements", f"longer, since {name} is in it")
         holders = range(span.start // length, min(-(-span.stop // length), len(ranks)))
@@ -229,14 +233,12 @@ class SavedStates:
                 file = self.files.model(stage * self.layout.model_parallel_size)
                 raise wrong(file.path, f"a parameter of group {number}", found, expected)
 
-    def _spans_of(self, stage: int, number: int, parts: int = 1, paddings: Sequence[int] = ()) -> dict[str, slice]:
-        """Consecutive spans of the parameters of a group, or of one of ``parts`` of each, followed by ``paddings``."""
+    def _spans_of(self, stage: int, number: int, parts: int = 1, alignment: int = 1) -> dict[str, slice]:
+        """Spans of the parameters of a group, or of one of ``parts`` of each; each begins at a multiple of ``alignment``."""
         spans, start = {}, 0
-        group = self.files.groups(stage)[number]
-        for (name, shape), padding in zip(group.items(), paddings or repeat(0), strict=False):
-            length = math.ceil(shape.numel() / parts)
-            spans[name] = slice(start, start + length)
-            start += length + padding
+        for name, shape in self.files.groups(stage)[number].items():
+            spans[name] = slice(start, start + math.ceil(shape.numel() / parts))
+            start = math.ceil(spans[name].stop / alignment) * alignment
         return spans
 
     def _stored_shape(self, name: str) -> torch.Size:

@@ -18,6 +18,8 @@ from megatron.common.errors import CheckpointError
 
 Shapes = Mapping[str, torch.Size]
 """Names and shapes of the parameters of an optimizer's parameter group, in its order."""
+PADDINGS = "param_alignment_paddings"
+"""Key of the numbers of elements after each parameter of each group, in the optimizer files of ZeRO 1 and 2."""
 
 
 class SavedFiles:

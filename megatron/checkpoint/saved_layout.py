@@ -52,6 +52,11 @@ class SavedLayout:
     unknown: tuple[str, ...] = ()
     """Keys in ``run.json`` that this version does not know."""
 
+    @property
+    def parameter_elements(self) -> int:
+        """Each parameter begins at a multiple of so many elements in the files of ZeRO 1 and 2: at 16 bytes if aligned."""
+        return (4 if self.precision == "fp32" else 8) if self.parameter_alignment else 1
+
     @classmethod
     def from_run(cls, run: RunConfig) -> "SavedLayout":
         """The layout of checkpoints that ``run`` saves."""

@@ -27,7 +27,7 @@ from megatron.checkpoint.checks import (
 from megatron.checkpoint.collective_errors import gathered_on_rank_0
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.sample_history import MOST_SAMPLES
-from megatron.checkpoint.saved_files import numbered_state
+from megatron.checkpoint.saved_files import PADDINGS, numbered_state
 from megatron.checkpoint.stored import WEIGHT, State, is_flat
 from megatron.common.checkpoint_folders import existing_rank_file
 from megatron.common.errors import CheckpointError
@@ -188,6 +188,8 @@ def _check_optimizer(
         # At ZeRO 1 and 2 a checkpoint of an earlier version may lack it.
         if (key in found or "fp32_flat_groups" in expected) and type(found[key]) is not type(expected[key]):
             raise wrong(place, key, type(found[key]).__name__, type(expected[key]).__name__)
+    if (paddings := found.get(PADDINGS)) not in (None, expected.get(PADDINGS)):
+        raise wrong(place, PADDINGS, str(paddings), str(expected.get(PADDINGS)))
     for key in expected.keys() & _MASTERS:
         for number, weights in enumerate(expected[key]):
             own = value_at(place, found, key, number)

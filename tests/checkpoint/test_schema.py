@@ -93,6 +93,7 @@ def scale_1024(scaler: Any) -> Any:
 
 STATE = "optimizer/state/0"
 BASE = "optimizer_state_dict/base_optimizer_state"
+PADDINGS = "optimizer_state_dict/param_alignment_paddings"
 CASES: dict[str, list[tuple[str, Change | str, str]]] = {
     "dp1": [
         (RANK, put(f"{STATE}/exp_avg", lambda t: t.flatten()[:5].clone()), r"state\[0\].exp_avg is float32 \[5\]"),
@@ -176,6 +177,9 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
             r"single_partition_of_fp32_groups\[0\] is from nan",
         ),
         (ZERO, put("optimizer_state_dict/single_partition_of_fp32_groups", lambda g: g[::-1]), "is float32"),
+        (ZERO, put(f"{PADDINGS}/0", lambda p: [8, -8, *p[2:]]), r"param_alignment_paddings.* is .*\[8, -8, "),
+        (ZERO, put(f"{PADDINGS}/0", lambda p: ["8", *p[1:]]), r"param_alignment_paddings.* is .*\['8', "),
+        (ZERO, put(PADDINGS, lambda p: "8"), r"param_alignment_paddings.* is "),
         (ZERO, put("optimizer_state_dict", lambda _: None), "optimizer.* is of type NoneType, and should be a "),
     ],
     "dp2 zero3": [
