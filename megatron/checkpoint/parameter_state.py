@@ -234,7 +234,7 @@ class SavedStates:
                 raise wrong(file.path, f"a parameter of group {number}", found, expected)
 
     def _spans_of(self, stage: int, number: int, parts: int = 1, alignment: int = 1) -> dict[str, slice]:
-        """Spans of the parameters of a group, or of one of ``parts`` of each; each begins at a multiple of ``alignment``."""
+        """Spans of a group's parameters, or of one of ``parts`` of each; each begins at a multiple of ``alignment``."""
         spans, start = {}, 0
         for name, shape in self.files.groups(stage)[number].items():
             spans[name] = slice(start, start + math.ceil(shape.numel() / parts))

@@ -54,7 +54,7 @@ class SavedLayout:
 
     @property
     def parameter_elements(self) -> int:
-        """Each parameter begins at a multiple of so many elements in the files of ZeRO 1 and 2: at 16 bytes if aligned."""
+        """In the files of ZeRO 1 and 2 a parameter begins at a multiple of it: at 16 bytes if aligned."""
         return (4 if self.precision == "fp32" else 8) if self.parameter_alignment else 1
 
     @classmethod
