@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import safetensors
 
 from megatron.common.errors import CheckpointError, first_line
-from megatron.common.reading import LARGEST_SETTINGS, parse_json, regular
+from megatron.common.reading import LARGEST_SETTINGS, is_present, parse_json, regular
 from megatron.model.huggingface import read_json
 
 SAFETENSORS = "model.safetensors"
@@ -58,7 +58,7 @@ def files_with(path: Path, *names: str) -> dict[Path, set[str]]:
     """
     if path.is_dir():
         known = [path / (name + ending) for name in names for ending in ("", INDEX_SUFFIX)]
-        file = next((file for file in known if file.exists()), None)
+        file = next((file for file in known if is_present(file)), None)
         if file is None:
             raise CheckpointError(f"{path} holds no {' or '.join(names)}, whole or with an index: convert its weights")
         path = file

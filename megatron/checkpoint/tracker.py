@@ -23,7 +23,7 @@ from megatron.checkpoint.run_file import RUN_FILE, SavedRun, checked_description
 from megatron.checkpoint.sample_history import check_history
 from megatron.common.errors import CheckpointError
 from megatron.common.files import UNFINISHED
-from megatron.common.reading import LARGEST_SETTINGS, parse_json
+from megatron.common.reading import LARGEST_SETTINGS, is_present, parse_json
 from megatron.config import RunConfig
 
 LATEST = "latest"
@@ -60,7 +60,7 @@ def resolve(run: RunConfig, broken: Mapping[str, str] = _NONE_BROKEN) -> SavedRu
 
 def holds_checkpoint(folder: Path) -> bool:
     """Whether ``folder`` contains a checkpoint, complete or not."""
-    return (folder / LATEST).exists() or (folder / TRACKER).exists() or bool(_tags(folder))
+    return any(is_present(folder / name) for name in (LATEST, TRACKER)) or bool(_tags(folder))
 
 
 def replaces_others(run: RunConfig, saved: SavedRun | None) -> bool:

@@ -52,7 +52,20 @@ def regular(path: str, flags: int) -> int:
 
 def check_regular(path: str | Path) -> None:
     """Raises OSError as ``regular``, for libraries that open files themselves."""
-    os.close(regular(os.fspath(path), os.O_RDONLY))
+    with open(path, "rb", opener=regular):
+        pass
+
+
+def is_present(path: str | Path) -> bool:
+    """Whether anything is at ``path``, also a FIFO or a broken link, which its reader refuses.
+
+    Only an optional file that is not present may be taken as absent. Raises OSError if that cannot be known.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # no path holds the character NUL
+        return False
+    return True
 
 
 def check_archive(path: Path) -> None:

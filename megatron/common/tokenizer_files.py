@@ -103,7 +103,7 @@ def tokenizer_files(
         place, name = os.path.split(vocab_file)
         paired = os.path.splitext(name.replace("vocab", "merges"))[0] + ".txt"
         beside = (os.path.join(place, other) for other in (paired, "merges.txt") if other != name)
-        merge_file = next(filter(os.path.isfile, beside), None)
+        merge_file = next(filter(os.path.lexists, beside), None)
     return vocab_file, merge_file
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.common.files import replace_file
-from megatron.common.reading import LARGEST_SETTINGS, parse_json, read_bytes, regular
+from megatron.common.reading import LARGEST_SETTINGS, is_present, parse_json, read_bytes, regular
 from megatron.common.tokenizer_files import PUBLISHED
 from megatron.data.map_cache import CHECKED_ONCE, cached_numbers, from_random_start
 from megatron.data.map_cache import digest as hash_of
@@ -103,7 +103,7 @@ def common_chat_template(prefixes: Sequence[str]) -> str:
     """The chat template of the data sets; empty if they have none, or different ones. Raises DataError if damaged."""
     contents = set()
     for path in map(chat_template_file, prefixes):
-        if not path.exists():
+        if not is_present(path):
             continue
         try:
             contents.add(content := read_bytes(path, largest=LARGEST_SETTINGS))
@@ -134,7 +134,7 @@ def write_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
 
 def without_tokenizer(prefixes: Iterable[str]) -> list[str]:
     """The data sets without a record of the tokenizer that made them."""
-    return [prefix for prefix in prefixes if not _tokenizer_file(prefix).exists()]
+    return [prefix for prefix in prefixes if not is_present(_tokenizer_file(prefix))]
 
 
 def other_tokenizers(prefixes: Iterable[str], tokenizer: Tokenizer) -> list[str]:
@@ -174,10 +174,10 @@ def _identity(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _read_identity(path: Path) -> Mapping[str, Any] | None:
+    if not is_present(path):
+        return None
     try:
         record = parse_json(read_bytes(path, largest=BLOCK))
-    except FileNotFoundError:
-        return None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}: {_REMEDY}") from None
     except ValueError:

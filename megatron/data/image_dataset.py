@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.common.files import replace_file
-from megatron.common.reading import read_bytes
+from megatron.common.reading import is_present, read_bytes
 from megatron.config import DataConfig
 from megatron.config.vision import STRETCH, ImageFormat
 from megatron.data.mapped_file import map_file, parse_npy
@@ -140,7 +140,10 @@ def common_image_fit(prefixes: Sequence[str]) -> str:
     fits: dict[str, str] = {}
     for prefix in prefixes:
         file = _fit_file(prefix)
-        fit = read_bytes(file, largest=1024).decode("utf-8", "replace") if file.exists() else STRETCH
+        try:
+            fit = read_bytes(file, largest=1024).decode("utf-8", "replace") if is_present(file) else STRETCH
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror}") from None
         fits.setdefault(fit, prefix)
         if not re.fullmatch(r"stretch|crop|pad #[0-9a-f]{6}", fit):
             raise DataError(f"{file} does not say how images became squares: make the data set again")

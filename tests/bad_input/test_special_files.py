@@ -4,30 +4,38 @@ import io
 import os
 import signal
 import stat
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.command_lines import complaints
+from torch.distributed import checkpoint
 
 from megatron.checkpoint.files import copy_file
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.safetensors_files import read_entries
 from megatron.checkpoint.tensor_files import read_file
+from megatron.checkpoint.tracker import holds_checkpoint, newest
 from megatron.cli.deepspeed_json.file import read_config_file
 from megatron.cli.settings_file import read_settings_file
 from megatron.common.environment import world_size
 from megatron.common.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.common.files import replace_file
 from megatron.common.reading import unreadable_arguments
+from megatron.data.fingerprint import common_chat_template, other_tokenizers
+from megatron.data.image_dataset import common_image_fit
 from megatron.data.map_cache import Form, Recipe, _load
 from megatron.model.huggingface import read_json
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.base import read_text, read_vocab_json
+from megatron.tokenizer.base import Tokenizer, read_text, read_vocab_json
 from megatron.tools.chat.files import chat_template, find_chat_template
 from megatron.tools.cluster.hostfile import read_hostfile
+from megatron.tools.convert.huggingface_files import carried_files
 from megatron.tools.convert.megatron_files import read_shards
+from megatron.tools.convert.vocabulary import count_tokens
 from megatron.tools.finetuning.tables import content_hash
 from megatron.tools.inference.prompts import read_prompts, read_standard_input
 from megatron.tools.preprocess import file_lines
@@ -77,6 +85,37 @@ def test_a_fifo_a_socket_or_a_device_is_refused_and_never_waited_for(
         assert str(tmp_path) in line
         assert "no such" not in line.lower()
         path.unlink()
+
+
+def _read_common(path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):  # about the missing process group
+        checkpoint.save({"word_embeddings.weight": torch.ones(2, 2)}, checkpoint_id=path.parent, no_dist=True)
+    read_shards(path.parent)
+
+
+def _words(folder: Path) -> Tokenizer:
+    (folder / "words.json").write_text('{"<|endoftext|>": 0, "<unk>": 1}')
+    return build_tokenizer("WhitespaceTokenizer", str(folder / "words.json"), None)
+
+
+OPTIONAL: dict[str, Callable[[Path], object]] = {
+    "common.pt": _read_common,
+    "preprocessor_config.json": lambda path: carried_files(path.parent),
+    "vocab.json": lambda path: count_tokens(path.parent),
+    "data_chat_template.json": lambda path: common_chat_template([str(path.parent / "data")]),
+    "data.tokenizer.json": lambda path: other_tokenizers([str(path.parent / "data")], _words(path.parent)),
+    "data_image_fit.txt": lambda path: common_image_fit([str(path.parent / "data")]),
+    "latest": lambda path: newest(path.parent) if holds_checkpoint(path.parent) else None,
+}
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_what_is_no_file_is_not_taken_for_absent(tmp_path: Path, name: str) -> None:
+    for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("nowhere")):
+        (folder := tmp_path / make.__name__).mkdir()
+        make(path := folder / name)
+        with pytest.raises(UserError, match=name):
+            OPTIONAL[name](path)
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.common.errors import CheckpointError, ConfigError
-from megatron.common.reading import LARGEST_JSON, LARGEST_SETTINGS, parse_json, read_bytes
+from megatron.common.reading import LARGEST_JSON, LARGEST_SETTINGS, is_present, parse_json, read_bytes
 from megatron.config import ModelConfig
 from megatron.config.positions import ROTATION
 from megatron.model.architectures import GPT2, LLAVA, T5
@@ -47,7 +47,7 @@ def read_config(folder: Path, *, vocab_size: int | None = None) -> ModelConfig:
 
 
 def _image_fit(folder: Path, config: ModelConfig) -> str:
-    for file in (folder / name for name in PROCESSORS if (folder / name).is_file()):
+    for file in (folder / name for name in PROCESSORS if is_present(folder / name)):
         tree = read_json(file, LARGEST_SETTINGS)
         if "image_processor" in tree or file.name == PROCESSORS[0]:
             return read_image_fit(tree.get("image_processor", tree), config, file)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.common.errors import CheckpointError, UserError
 from megatron.common.files import as_json
-from megatron.common.reading import LARGEST_JSON
+from megatron.common.reading import LARGEST_JSON, check_regular, is_present
 from megatron.common.tokenizer_files import CHAT_TEMPLATE, OTHER_TEMPLATES, PUBLISHED, SENTENCEPIECE, TOKENIZER_FILES
 from megatron.config import ModelConfig
 from megatron.data.fingerprint import tokenizer_hash
@@ -44,9 +44,14 @@ CARRIED = (
 
 
 def carried_files(folder: Path) -> dict[str, Path]:
-    """The files of ``folder`` to copy, by name. Raises CheckpointError for one that is too large."""
+    """The files of ``folder`` to copy, by name. Raises CheckpointError for one that is no file, or too large."""
     others = sorted(f"{OTHER_TEMPLATES}/{file.name}" for file in (folder / OTHER_TEMPLATES).glob("*.jinja"))
-    files = {name: folder / name for name in (*CARRIED, *others) if (folder / name).is_file()}
+    files = {name: folder / name for name in (*CARRIED, *others) if is_present(folder / name)}
+    for file in files.values():
+        try:
+            check_regular(file)
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
     if large := [file for file in files.values() if file.stat().st_size > LARGEST_JSON]:
         raise CheckpointError(f"{large[0]}: more than the {LARGEST_JSON:,} bytes that such a file has")
     return files

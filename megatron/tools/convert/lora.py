@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron.common.errors import ConfigError
+from megatron.common.reading import is_present
 from megatron.config import ModelConfig
 from megatron.config.experts import LORA_TARGETS
 from megatron.model.huggingface import HF_CONFIG, read_config, source_shapes
@@ -39,7 +40,7 @@ def write_peft(folder: Path, model: FullModel, base: str | None) -> None:
     plain = _without_adapters(model.config)
     family_of(plain)
     names = source_shapes(plain)
-    if base is not None and (Path(base) / HF_CONFIG).exists():
+    if base is not None and is_present(Path(base) / HF_CONFIG):
         _check_base(base, plain, {f"{layer}.weight" for layer, _, _ in _adapters(model)})
     tensors: dict[str, Tensor] = {}
     for layer, a, b in _adapters(model):

@@ -22,7 +22,7 @@ from megatron.checkpoint.checks import outline, wrong
 from megatron.checkpoint.run_file import RUN_FILE
 from megatron.checkpoint.tensor_files import load_plain, no_floats, unreadable
 from megatron.common.errors import CheckpointError, shown
-from megatron.common.reading import check_archive
+from megatron.common.reading import check_archive, is_present
 from megatron.tools.convert.one_run import check_one_run, check_sizes
 from megatron.tools.convert.torch_dist import METADATA, read_torch_dist
 
@@ -122,7 +122,7 @@ def read_shards(path: Path) -> Shards:
     Raises CheckpointError if there is no known format, or a file is missing or damaged, or could run code.
     """
     folder, version = _folder_with_files(path), 3.0
-    if (folder / METADATA).is_file():
+    if is_present(folder / METADATA):
         return _read_torch_dist(folder)
     layers, modules = _files_of_ranks(folder, _LAYER_FILES), _files_of_ranks(folder, _MODULE_FILES)
     if layers:
@@ -161,7 +161,7 @@ def _read_torch_dist(folder: Path) -> Shards:
         else:
             state[name] = tensor
     common = folder / "common.pt"
-    return _with_args(folder, [state], _read(common) if common.is_file() else {}, 3.0)
+    return _with_args(folder, [state], _read(common) if is_present(common) else {}, 3.0)
 
 
 def _folder_with_files(path: Path) -> Path:
@@ -170,7 +170,7 @@ def _folder_with_files(path: Path) -> Path:
     if any(path.glob(RUN_FILE)) or any(path.glob(f"*/{RUN_FILE}")):
         raise CheckpointError(f"{path} is a checkpoint of this suite: --load it directly")
     for folder in (path, *_tracked(path)):
-        if (folder / METADATA).is_file() or any(folder.glob("mp_rank_*")) or any(folder.glob(_LAYER_FILES)):
+        if is_present(folder / METADATA) or any(folder.glob("mp_rank_*")) or any(folder.glob(_LAYER_FILES)):
             return folder
     raise CheckpointError(
         f"{path}: no checkpoint of Megatron there: neither {METADATA} (torch_dist), nor mp_rank_* or layer_* files, "

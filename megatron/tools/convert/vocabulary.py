@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import pre_tokenizers
 
 from megatron.common.errors import CheckpointError, DataError
+from megatron.common.reading import is_present
 from megatron.common.tokenizer_files import (
     GPT2_BPE,
     SENTENCEPIECE,
@@ -130,12 +131,12 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | Non
         return None
     if form is GPT2_FORMAT:
         _check_words(folder)
-    if (file := folder / TOKENIZER).exists():
+    if is_present(file := folder / TOKENIZER):
         if form is GPT2_FORMAT and not _is_gpt2s(file):
             return None
         return _read_tokenizer_json(file, is_bpe=form is GPT2_FORMAT)
     paths = [folder / name for name in TOKENIZER_FILES[GPT2_BPE if form is GPT2_FORMAT else LOWER_CASE]]
-    if not all(path.exists() for path in paths):
+    if not all(map(is_present, paths)):
         return None
     if form is GPT2_FORMAT:
         vocabulary = read_bpe(*map(str, paths))
@@ -149,7 +150,7 @@ def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | Non
 
 def settings_in(folder: Path, name: str = SETTINGS) -> dict[str, Any]:
     """The object in a file of ``folder``, empty without the file. Raises CheckpointError if it is broken."""
-    return read_json(folder / name) if (folder / name).exists() else {}
+    return read_json(folder / name) if is_present(folder / name) else {}
 
 
 def _check_words(folder: Path) -> None:
@@ -161,7 +162,7 @@ def _check_words(folder: Path) -> None:
     adds_space, file = bool(settings.get("add_prefix_space")), folder / TOKENIZER
     if settings.get("tokenizer_class", "GPT2Tokenizer") not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
         return
-    if adds_space and not file.exists():
+    if adds_space and not is_present(file):
         raise CheckpointError(f"{folder / SETTINGS}: add_prefix_space needs the {TOKENIZER} of save_pretrained")
     if other_words(GPT2_BPE, str(file), add_prefix_space=adds_space):
         raise CheckpointError(
@@ -191,7 +192,7 @@ def _added_tokens(folder: Path) -> dict[str, int]:
 def _llama_bpe(folder: Path, config: ModelConfig) -> Vocabulary | None:
     """GPT-2's BPE next to a Llama model of this suite; None for published models, whose tokenizer is one file."""
     paths = [folder / name for name in TOKENIZER_FILES[GPT2_BPE]]
-    if any((folder / name).exists() for name in TOKENIZERS) or not all(map(Path.is_file, paths)):
+    if any(is_present(folder / name) for name in TOKENIZERS) or not all(map(is_present, paths)):
         return None
     vocabulary = read_json(paths[0])
     if EOD not in vocabulary or len(vocabulary) != config.vocab_size:  # such as Qwen2's
@@ -231,8 +232,8 @@ def count_tokens(folder: Path) -> int | None:
     None if there is neither. Raises CheckpointError if the file is broken.
     """
     file, vocabulary = folder / TOKENIZER, folder / TOKENIZER_FILES[GPT2_BPE][0]
-    if not file.exists():
-        return len(read_json(vocabulary) | _added_tokens(folder)) if vocabulary.is_file() else None
+    if not is_present(file):
+        return len(read_json(vocabulary) | _added_tokens(folder)) if is_present(vocabulary) else None
     tree = read_json(file)
     try:
         model = tree["model"]["vocab"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.common.errors import ConfigError, DataError, shown
-from megatron.common.reading import read_json
+from megatron.common.reading import is_present, read_json
 from megatron.common.tokenizer_files import PUBLISHED
 from megatron.config.vision import PADDED, STRETCH
 from megatron.model.huggingface import HF_CONFIG, read_config
@@ -155,7 +155,7 @@ def check_placeholder(token: int, tokens: int, kind: str, folder: str | None) ->
 def _settings_of_folder(folder: str | None) -> dict[str, Any]:
     """The content of the config.json in ``folder``, empty without one. Raises CheckpointError for a broken one."""
     file = Path(folder or "") / HF_CONFIG
-    return read_settings(file) if folder is not None and file.is_file() else {}
+    return read_settings(file) if folder is not None and is_present(file) else {}
 
 
 def _fit_of_folder(folder: str | None, size: int) -> str:
