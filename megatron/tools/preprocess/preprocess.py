@@ -55,8 +55,10 @@ def preprocess(
             the output cannot be written.
         ResourceError: the disk is full, or a worker cannot be started or was killed.
     """
-    tokenizer = _checked_tokenizer(job)
-    journal = job.journal
+    tokenizer, journal = tokenizer_of(job), job.journal
+    if job.prepend_bos and tokenizer.bos is None:
+        raise ConfigError(f"--prepend-bos: {job.tokenizer_type} {job.vocab_file} has no bos_token: remove the flag")
+    chat_template_of(job)  # reports its errors before any work
     done = journal.read() if resume else None
     summary = done.summary if done else Summary()
     summary.resumed_at = summary.documents
@@ -113,12 +115,16 @@ def _write(
         }
         if done is None:
             job.journal.remove()
-        add_images = _image_writer(job, stack)
+        images = job.images
+        writer = image_writer(job.prefixes[TOKENS], images.size, images.fit) if images else None
+        add_images = stack.enter_context(writer) if writer else None
         tokenize = tokenize_images if job.images else tokenize_chunk
         results = _map_in_order(partial(tokenize, job), _chunks(job, done), job.workers)
         for number, tokenized in enumerate(stack.enter_context(closing(results)), start=1):
             _write_chunk(builders, tokenized, summary, log_skipped if job.skip_errors else None)
-            add_images(tokenized)
+            if add_images:
+                for images_of_document in tokenized.images:
+                    add_images(images_of_document)
             report(summary)
             if number % MILESTONE_CHUNKS == 0 and not job.images:
                 outputs = {key: builder.sync() for key, builder in builders.items()}
@@ -140,28 +146,6 @@ def _write(
                 file.write(record_of(template))
         for key in builders.keys() - {LOSS_MASK}:
             write_tokenizer(job.prefixes[key], tokenizer)
-
-
-def _checked_tokenizer(job: Job) -> Tokenizer:
-    """Build the tokenizer and the chat template, to report errors in them before any work."""
-    tokenizer = tokenizer_of(job)
-    if job.prepend_bos and tokenizer.bos is None:
-        raise ConfigError(f"--prepend-bos: {job.tokenizer_type} {job.vocab_file} has no bos_token: remove the flag")
-    chat_template_of(job)
-    return tokenizer
-
-
-def _image_writer(job: Job, stack: ExitStack) -> Callable[[Tokenized], None]:
-    """A function that writes the images of a tokenized chunk; it does nothing in jobs without images."""
-    if job.images is None:
-        return lambda tokenized: None
-    add = stack.enter_context(image_writer(job.prefixes[TOKENS], job.images.size, job.images.fit))
-
-    def write(tokenized: Tokenized) -> None:
-        for document_images in tokenized.images:
-            add(document_images)
-
-    return write
 
 
 def _chunks(job: Job, done: Milestone | None) -> Iterator[Chunk]:
