@@ -7,7 +7,7 @@ its completion are tokenized separately, as in generation.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache, partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -57,13 +57,14 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
     """Read and tokenize the lines of a chunk; runs in a worker."""
     tokenizer = tokenizer_of(job)
     numbers, contents, errors = _read_lines(job, chunk)
+    tokenize = _tokenize_keys if job.conversations is None else _tokenize_conversations
     try:
-        parts = [_tokenize_lines(job, tokenizer, contents)]
+        parts = [tokenize(job, tokenizer, contents)]
     except DataError:  # one of the texts: find out which
         parts, lines, numbers = [], zip(numbers, contents, strict=True), []
         for number, content in lines:
             try:
-                parts.append(_tokenize_lines(job, tokenizer, [content]))
+                parts.append(tokenize(job, tokenizer, [content]))
                 numbers.append(number)
             except DataError as error:
                 errors.add(LineError(number, f"{chunk.path}:{number}: {error}", is_empty=False))
@@ -114,28 +115,20 @@ def _read_lines(job: Job, chunk: Chunk) -> tuple[list[int], list[Any], set[LineE
     return numbers, contents, errors
 
 
-def _tokenize_lines(job: Job, tokenizer: Tokenizer, contents: Sequence[Any]) -> Documents:
-    tokenize = _tokenize_keys if job.conversations is None else _tokenize_conversations
-    return tokenize(job, tokenizer, contents)
-
-
 def _tokenize_keys(job: Job, tokenizer: Tokenizer, lines: Sequence[Sequence[str]]) -> Documents:
     """Tokenize lines that are a text for each key: a document per line for each key."""
+    split = partial(split_sentences, keep_newlines=job.keep_newlines) if job.split_sentences else lambda text: [text]
     begin = np.array([tokenizer.bos] if job.prepend_bos else [], int)
     end = np.array([tokenizer.eod] if job.append_eod else [], int)
     documents: Documents = {}
     for column, key in enumerate(job.json_keys):
-        parts = [_sequences(job, line[column]) for line in lines]
+        parts = [split(line[column]) for line in lines]
         ids = iter(tokenizer.tokenize_arrays(list(chain.from_iterable(parts))))
         documents[key] = [[tokens for tokens in islice(ids, len(part)) if len(tokens)] for part in parts]
         for document in filter(None, documents[key]):
             document[0] = np.concatenate([begin, document[0]])
             document[-1] = np.concatenate([document[-1], end])
     return documents
-
-
-def _sequences(job: Job, text: str) -> list[str]:
-    return split_sentences(text, keep_newlines=job.keep_newlines) if job.split_sentences else [text]
 
 
 def _tokenize_conversations(job: Job, tokenizer: Tokenizer, lines: Sequence[Sequence[Text]]) -> Documents:
@@ -165,20 +158,16 @@ def _tokenize_conversations(job: Job, tokenizer: Tokenizer, lines: Sequence[Sequ
     return documents
 
 
+@lru_cache(maxsize=1)
 def tokenizer_of(job: Job) -> Tokenizer:
     """The tokenizer of the job, built once in a process and inherited by forked workers."""
-    return _build_once(job.tokenizer_type, job.vocab_file, job.merge_file, job.eod_token)
+    return build_tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file, eod_token=job.eod_token)
 
 
 @lru_cache(maxsize=1)
 def chat_template_of(job: Job) -> ChatTemplate | None:
     """The chat template of the job; its sandbox process starts on first use."""
     return None if job.chat_template is None else chat_template(job.chat_template, tokenizer_of(job))
-
-
-@cache
-def _build_once(kind: str, vocab_file: str | None, merge_file: str | None, eod_token: str | None) -> Tokenizer:
-    return build_tokenizer(kind, vocab_file, merge_file, eod_token=eod_token)
 
 
 ABBREVIATIONS = frozenset(
