@@ -33,6 +33,7 @@ from megatron.engines.state import (
 from megatron.parallel.expert import expert_group_of
 
 _WEIGHTS_ONLY = Updates()
+UpdatesOf = Callable[[nn.Parameter], Updates]
 
 
 def load_resharded(
@@ -49,12 +50,13 @@ def load_resharded(
     The files must have been verified. With ``only``, parameters with other names keep their values. Every rank must
     call it. Raises the same errors as ``load_states``.
     """
-    path, updates = saved.path, _WEIGHTS_ONLY
+    path = saved.path
     with form_errors(path):
         states = SavedStates(saved, verified=True)
     shared, applied, scaling = on_all_ranks(lambda: _read_shared(engine, saved, optimizer=optimizer, progress=progress))
-    if optimizer:
-        updates = Updates(moment_names(engine.basic_optimizer) if applied else (), applied)
+
+    def updates(parameter: nn.Parameter) -> Updates:
+        return Updates(moment_names(engine.basic_optimizer, parameter) if optimizer and applied else (), applied)
 
     def read(name: str, parameter: nn.Parameter) -> State:
         shape, experts = getattr(parameter, "ds_shape", parameter.shape), expert_group_of(parameter)
@@ -98,7 +100,7 @@ def load_states(
     read: Callable[[str, nn.Parameter], State],
     source: Path,
     only: Container[str] | None = None,
-    updates: Updates = _WEIGHTS_ONLY,
+    updates: UpdatesOf = lambda _: _WEIGHTS_ONLY,
 ) -> None:
     """Load the state of each parameter, this tensor-parallel rank's shard, which ``read`` returns, into ``engine``.
 
@@ -114,7 +116,7 @@ def load_states(
                 state = read(name, parameter)
                 if not parameter.requires_grad:  # a frozen parameter may have been trained earlier
                     state = {WEIGHT: state[WEIGHT]}
-                needed = updates if parameter.requires_grad else _WEIGHTS_ONLY
+                needed = updates(parameter) if parameter.requires_grad else _WEIGHTS_ONLY
                 check_state(source, name, state, getattr(parameter, "ds_shape", parameter.shape), needed)
             states[name] = state
         return states

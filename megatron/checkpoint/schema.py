@@ -44,8 +44,8 @@ Steps = dict[int, Path]
 class Updates(NamedTuple):
     """The expected optimizer state of a parameter."""
 
-    moments: Collection[set[str]] = ()
-    """Alternative sets of names of moments."""
+    moments: Collection[str] = ()
+    """Names of the moments; none if it may never have been updated."""
     most: int = 0
     """Maximum number of updates."""
 
@@ -55,10 +55,11 @@ def check_state(place: object, name: str, state: State, shape: Shape, updates: U
 
     Raises CheckpointError unless weight and moments match ``shape`` and ``updates``.
     """
-    if updates.moments and not any(names <= state.keys() for names in updates.moments):
-        needed = " or ".join(", ".join(sorted(names)) for names in updates.moments)
-        raise wrong(place, f"the state of {name}", ", ".join(sorted(state)) or "empty", needed)
-    known = {WEIGHT}.union(*updates.moments)
+    if not state.keys() >= {*updates.moments}:
+        raise wrong(
+            place, f"the state of {name}", *(", ".join(sorted(of)) or "empty" for of in (state, updates.moments))
+        )
+    known = {WEIGHT, *updates.moments}
     shapes = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
     for key, value in state.items():
         if key in known or is_flat(value):
@@ -119,7 +120,6 @@ def read_rank_files(
     updated.
     """
     contents: dict[str, Any] = {}
-    moments = moment_names(engine.basic_optimizer) if has_spec else ()
     sizes = {"mp_world_size": engine.mp_world_size}
     if engine.zero_optimization():
         sizes["dp_world_size"] = engine.dp_world_size
@@ -137,10 +137,16 @@ def read_rank_files(
                         engine.lr_scheduler.chosen(value_at(path, found, "lr_scheduler"))
                 for entry, expected in weights.items():
                     _check_weights(path, value_at(path, found, *filter(None, [entry])), expected)
-                updates = Updates(moments if applied else (), applied)
+                needed = [
+                    (
+                        tensor,
+                        Updates(moment_names(engine.basic_optimizer, tensor) if has_spec and applied else (), applied),
+                    )
+                    for tensor in base_tensors(engine)
+                ]
                 for entry, expected in states.items():
                     scales[check_loss_scale(path, state := value_at(path, found, entry))] = path
-                    steps |= _check_optimizer(path, state, expected, base_tensors(engine), updates)
+                    steps |= _check_optimizer(path, state, expected, needed)
         return steps, scales
 
     def check(found: list[tuple[Steps, dict[float, Path]]]) -> None:
@@ -181,9 +187,9 @@ def check_counts(place: Path, found: Mapping[str, Any], saved: SavedRun, *, prog
 
 
 def _check_optimizer(
-    place: Path, found: Mapping[str, Any], expected: Mapping[str, Any], tensors: Sequence[Tensor], updates: Updates
+    place: Path, found: Mapping[str, Any], expected: Mapping[str, Any], needed: Sequence[tuple[Tensor, Updates]]
 ) -> Steps:
-    """Check the optimizer state ``found`` of ``tensors``. Returns its step counts."""
+    """Check the optimizer state ``found``; ``needed`` has each tensor. Returns its step counts."""
     for key in expected.keys() & _SCALING:
         # At ZeRO 1 and 2 a checkpoint of an earlier version may lack it.
         if (key in found or "fp32_flat_groups" in expected) and type(found[key]) is not type(expected[key]):
@@ -206,13 +212,13 @@ def _check_optimizer(
         raise wrong(place, "the numbers of the parameters in the groups", str(numbers), str(ours))
     steps = set()
     for number in sum(numbers, []):
-        state = numbered_state(place, base, number)
-        steps.add(check_state(place, f"state[{number}]", state, tensors[number].shape, updates))
+        state, (tensor, updates) = numbered_state(place, base, number), needed[number]
+        steps.add(check_state(place, f"state[{number}]", state, tensor.shape, updates))
         for key, value in state.items():
-            if not isinstance(value, Tensor) or value.shape != tensors[number].shape:
+            if not isinstance(value, Tensor) or value.shape != tensor.shape:
                 continue
             # Optimizer kernels use the strides of the weight.
-            own, ours = ([*compress(t.stride(), (size > 1 for size in t.shape))] for t in (value, tensors[number]))
+            own, ours = ([*compress(t.stride(), (size > 1 for size in t.shape))] for t in (value, tensor))
             if own != ours:
                 raise wrong(place, f"state[{number}].{key}", f"of strides {own}", f"of {ours}")
     return {step: place for step in steps if step is not None}

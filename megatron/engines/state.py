@@ -123,24 +123,23 @@ def base_tensors(engine: DeepSpeedEngine) -> list[Tensor]:
     return [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
 
 
-def moment_names(optimizer: Optimizer) -> list[set[str]]:
-    """The possible sets of state names (moments) that ``optimizer`` keeps for a parameter."""
+def moment_names(optimizer: Optimizer, tensor: Tensor) -> set[str]:
+    """The names of the state (moments) that ``optimizer`` keeps for a parameter, or for the tensor that it updates."""
     kind = type(optimizer).__name__.lower()
-    if kind == "sgd" and not optimizer.defaults["momentum"]:
-        return [set()]
-    return next((names for part, names in _MOMENTS.items() if part in kind), [set()])
+    return next((names(optimizer, tensor) for part, names in _MOMENTS.items() if part in kind), set())
 
 
-_MOMENTS: dict[str, list[set[str]]] = {
-    "adam": [{"exp_avg", "exp_avg_sq"}],
-    "lamb": [{"exp_avg", "exp_avg_sq"}],
-    "lion": [{"exp_avg"}],
-    "muon": [{"momentum_buffer"}, {"exp_avg", "exp_avg_sq"}],
-    "sgd": [{"momentum_buffer"}],
-    "adagrad": [{"sum"}, {"exp_avg_sq"}],
-    "adafactor": [{"variance"}, {"row_var", "col_var"}],
+_MOMENTS: dict[str, Callable[[Any, Tensor], set[str]]] = {
+    "adam": lambda *_: {"exp_avg", "exp_avg_sq"},
+    "lamb": lambda *_: {"exp_avg", "exp_avg_sq"},
+    "lion": lambda *_: {"exp_avg"},
+    "muon": lambda muon, tensor: {"momentum_buffer"} if muon.is_matrix(tensor) else {"exp_avg", "exp_avg_sq"},
+    "sgd": lambda sgd, _: {"momentum_buffer"} if sgd.defaults["momentum"] else set(),
+    "cpuadagrad": lambda *_: {"exp_avg_sq"},
+    "adagrad": lambda *_: {"sum"},
+    "adafactor": lambda _, tensor: {"row_var", "col_var"} if tensor.dim() > 1 else {"variance"},
 }
-"""Part of an optimizer's class name to the possible sets of its moments."""
+"""Part of an optimizer's class name to its moments."""
 
 
 @contextmanager

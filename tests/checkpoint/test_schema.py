@@ -91,10 +91,26 @@ def scale_1024(scaler: Any) -> Any:
     return scaler
 
 
+def other_moments(names: set[str], others: set[str]) -> Change:
+    """The first state of the optimizer that has ``names`` has ``others`` in place of them."""
+
+    def change(content: Any) -> None:
+        state = next(state for state in content["optimizer"]["state"].values() if state.keys() >= names)
+        moment = [state.pop(name) for name in names][0]
+        state |= {name: moment.abs() for name in others} | {"step": torch.tensor(3.0)}
+
+    return change
+
+
 STATE = "optimizer/state/0"
 BASE = "optimizer_state_dict/base_optimizer_state"
 PADDINGS = "optimizer_state_dict/param_alignment_paddings"
+MUON, ADAM = {"momentum_buffer"}, {"exp_avg", "exp_avg_sq"}
 CASES: dict[str, list[tuple[str, Change | str, str]]] = {
+    "dp1 --optimizer muon": [
+        (RANK, other_moments(MUON, ADAM), "exp_avg, exp_avg_sq, step, and should be momentum_buffer"),
+        (RANK, other_moments(ADAM, MUON), "momentum_buffer, step, and should be exp_avg, exp_avg_sq"),
+    ],
     "dp1": [
         (RANK, put(f"{STATE}/exp_avg", lambda t: t.flatten()[:5].clone()), r"state\[0\].exp_avg is float32 \[5\]"),
         (RANK, put(f"{STATE}/exp_avg_sq", with_element(-1)), r"state\[0\].exp_avg_sq is from -1 on"),

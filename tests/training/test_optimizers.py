@@ -15,7 +15,7 @@ from megatron.checkpoint.commit import publish
 from megatron.engines.optimizers import Lion
 from megatron.engines.optimizers.muon import Matrix, Muon
 from megatron.engines.optimizers.skipping import scale_and_skip, takes_scale
-from megatron.engines.state import accept_any_adam
+from megatron.engines.state import accept_any_adam, moment_names
 
 SAVED = 3
 SETTINGS = (
@@ -174,6 +174,20 @@ STEPS = {
         [{**groups[0], "orthogonalize": True}, groups[1]], [Matrix(*groups[0]["params"])], lr=0.1
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "make", [*STEPS.values(), torch.optim.Adafactor, lambda groups: SGD(groups, lr=0.1)], ids=lambda make: make.__name__
+)
+def test_the_moments_of_a_parameter_are_known(make: Callable[..., torch.optim.Optimizer]) -> None:
+    weights = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(5))]
+    optimizer = make([{"params": [weight]} for weight in weights])
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    for weight in weights:
+        kept = {name for name, value in optimizer.state[weight].items() if value is not None}
+        assert kept - {"step"} == moment_names(optimizer, weight)
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -147,6 +147,10 @@ class Muon(SkippingOptimizer):
         parts = [Part(matrix, *here.get(matrix.parameter, ())) for matrix in self._matrices]
         self._parts, self._is_partitioned = {flat: parts}, True
 
+    def is_matrix(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, a parameter or what is updated for several, is orthogonalized."""
+        return tensor in self._parts or any(tensor is matrix.parameter for matrix in self._matrices)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update each parameter that has a gradient."""
