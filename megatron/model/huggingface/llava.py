@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.common.errors import CheckpointError, shown
 from megatron.config import ModelConfig
-from megatron.config.fields import inside
+from megatron.config.fields import field_problems, inside
 from megatron.config.vision import PADDED, PIXELS, STRETCH
 from megatron.model.architectures import LLAVA
 from megatron.model.huggingface.formats import TOWER, Fields, Format, Names, config_from, config_to, named
@@ -64,6 +64,8 @@ def read_encoder(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         for kinds, what in [_NUMBER if field == "vision_layernorm_epsilon" else _COUNT]
         if type(value) not in kinds or not inside(value, "(0, inf)")
     ]
+    names = {field: f"vision_config: {name}" for field, (name, _) in _DEFAULTS[kind].items()}
+    problems = problems or field_problems(ModelConfig, values, names=names)
     problems += [
         f"vision_config: {name} is {shown(tree.get(name, _DEFAULT.get(name)))}, and only {value!r} can be taken over"
         for name, value in _FIXED[kind].items()
@@ -200,7 +202,6 @@ LLAVA_FORMAT = Format(
     multiple=None,
     keeps_rows=True,
     read=_read,
-    further={field: f"vision_config: {name}" for field, (name, _) in _DEFAULTS["clip"].items()},
     missing=lambda config: {},
     write=_write,
     tied={

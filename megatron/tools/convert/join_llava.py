@@ -16,7 +16,7 @@ from megatron.model.huggingface.formats import TOWER
 from megatron.model.huggingface.llama import family_of
 from megatron.model.huggingface.llava import read_encoder
 from megatron.parallel.tensor.layers import WeightInit
-from megatron.tools.convert.full_model import FullModel, read_tensors
+from megatron.tools.convert.full_model import FullModel, check_sizes, read_tensors
 from megatron.tools.convert.load_and_save import read_huggingface
 
 _MULTIPLE = 64
@@ -47,14 +47,19 @@ def joined_llava(encoder: Path, language: Path, image_token: int, feature_layer:
         config = replace(config, vocab_size=rows, padded_vocab_size=rows)
     tensors = {f"language_model.{name}": tensor for name, tensor in read_tensors(language).items()}
     tensors |= {f"{TOWER}{name}": tensor for name, tensor in _encoder_tensors(encoder).items()}
+    source = f"{encoder} and {language}"
+    check_sizes(config, len(tensors), source)
     for name in _EMBEDDINGS:
         if name in tensors:
             table = tensors[name]
             new_rows = table.mean(0, keepdim=True).expand(config.vocab_size - len(table), -1)
             tensors[name] = torch.cat([table, new_rows.to(table.dtype)])
     dtype = tensors[_EMBEDDINGS[0]].dtype
-    tensors |= {name: tensor.to(dtype) for name, tensor in _new_projector(config, seed).items()}
-    return FullModel(config, our_weights(tensors, config, f"{encoder} and {language}"))
+    with torch.device("meta"):
+        tensors |= _new_projector(config, seed, dtype)
+    weights = our_weights(tensors, config, source)  # compares shapes, and reads ``tensors`` later
+    tensors |= _new_projector(config, seed, dtype)
+    return FullModel(config, weights)
 
 
 def _with_encoder(text: ModelConfig, folder: Path, feature_layer: int) -> ModelConfig:
@@ -94,11 +99,11 @@ def _encoder_tensors(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def _new_projector(config: ModelConfig, seed: int) -> dict[str, Tensor]:
+def _new_projector(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     drawn = {}
     for sources in source_shapes(config).values():
         for name, shape in sources.items():
             if name.startswith("multi_modal_projector.") and len(shape) > 1:
-                drawn[name] = WeightInit(config.init_method_std, seed, name).draw(shape)
-                drawn[name.replace("weight", "bias")] = torch.zeros(shape[0])
+                drawn[name] = WeightInit(config.init_method_std, seed, name).draw(shape).to(dtype)
+                drawn[name.replace("weight", "bias")] = torch.zeros(shape[0], dtype=dtype)
     return drawn
