@@ -64,8 +64,8 @@ def read_encoder(tree: Mapping[str, Any]) -> tuple[Fields, list[str]]:
         for kinds, what in [_NUMBER if field == "vision_layernorm_epsilon" else _COUNT]
         if type(value) not in kinds or not inside(value, "(0, inf)")
     ]
-    names = {field: f"vision_config: {name}" for field, (name, _) in _DEFAULTS[kind].items()}
-    problems = problems or field_problems(ModelConfig, values, names=names)
+    theirs = {field: f"vision_config: {name}" for field, (name, _) in _DEFAULTS[kind].items()}
+    problems = problems or field_problems(ModelConfig, values, names=theirs)
     problems += [
         f"vision_config: {name} is {shown(tree.get(name, _DEFAULT.get(name)))}, and only {value!r} can be taken over"
         for name, value in _FIXED[kind].items()
