@@ -108,9 +108,13 @@ def mask_tokens(
 ) -> tuple[np.ndarray, np.ndarray]:
     """tokens int64 [n] -> tokens with a fraction ``mask_prob`` masked, and labels: masked tokens, -1 elsewhere.
 
-    As in BERT (Devlin et al., 2018), 80 % of them become [MASK], 10 % stay, and 10 % become a random token.
+    They are random runs of complete words, or fewer if no further word fits. As in BERT (Devlin et al., 2018), 80 % of
+    them become [MASK], 10 % stay, and 10 % become a random token.
     """
-    positions = choose_masked(tokens, vocabulary, max(1, round(len(tokens) * mask_prob)), random)
+    words = words_of(tokens, (vocabulary.cls, vocabulary.sep), vocabulary.continues)
+    most = max(1, round(len(tokens) * mask_prob))
+    runs = random_runs(words, lambda _: most, lambda: random.choice(RUN_LENGTHS, p=RUN_SHARES), random)
+    positions = list(chain(*runs))
     labels = np.full_like(tokens, -1)
     labels[positions] = tokens[positions]
     draw = random.random_sample(len(positions))
@@ -118,12 +122,3 @@ def mask_tokens(
     masked = tokens.copy()
     masked[positions] = np.where(draw < 0.8, vocabulary.mask, np.where(draw < 0.9, tokens[positions], random_tokens))
     return masked, labels
-
-
-def choose_masked(
-    tokens: np.ndarray, vocabulary: PairVocabulary, most: int, random: np.random.RandomState
-) -> list[int]:
-    """Positions of random runs of complete words: ``most`` positions, or fewer if no further word fits."""
-    words = words_of(tokens, (vocabulary.cls, vocabulary.sep), vocabulary.continues)
-    runs = random_runs(words, lambda _: most, lambda: random.choice(RUN_LENGTHS, p=RUN_SHARES), random)
-    return list(chain(*runs))

@@ -130,14 +130,10 @@ class SFTDataset(SourceSamples):
             f"{len(self._documents):,} documents in {self.samples_per_epoch:,} samples an epoch, "
             f"{1 - filled:.1%} of them padding"
         )
-        longer = f"; {self.cut_documents:,} longer than a sample, cut at the end"
-        return text + (longer if self.cut_documents else "") + self._describe_lost()
-
-    def _describe_lost(self) -> str:
-        """A text with the number of documents that are cut before the first token that counts in the loss."""
         starts = (int(start) for start in self._starts[self._documents[self._sizes == self._seq_length]])
         lost = sum(not self._loss_mask.span(start + 1, self._seq_length).any() for start in starts)
-        return f"; {lost:,} of no effect, as their answers come after the cut" if lost else ""
+        text += f"; {self.cut_documents:,} longer than a sample, cut at the end" if self.cut_documents else ""
+        return text + (f"; {lost:,} of no effect, as their answers come after the cut" if lost else "")
 
     def _documents_of(self, index: int) -> list[tuple[int, int]]:
         """Each document of sample ``index``, counted from the first of the split, and its number of positions."""
