@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import stat
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -114,6 +115,17 @@ def replace_file(path: Path, *, text: bool = False, durable: bool = True) -> Ite
             temporary.unlink(missing_ok=True)
     if durable:
         sync_folder(path.parent)
+
+
+def append_only(path: str, flags: int) -> int:
+    """An ``opener`` for ``open`` in mode "a". Raises OSError for a link, and for a FIFO, which it does not wait for."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, file_mode())
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a file", path)
+    os.set_blocking(descriptor, True)  # of a terminal
+    return descriptor
 
 
 def as_json(value: Any, **settings: Any) -> str:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megatron.common.files import file_mode
+from megatron.common.files import replace_file
 from megatron.parallel.pipeline.schedule import Instruction
 
 _COLLECTIVES = Path(dist.distributed_c10d.__file__).name
@@ -154,6 +154,5 @@ def write_recorded(environ: Mapping[str, str], rank: int) -> None:
     dump = getattr(module, "_dump_nccl_trace", None) if dist.get_backend() == "nccl" else None
     dump = dump or getattr(module, "_dump_fr_trace", None)
     if dump is not None and _RECORDER_PATH in environ:
-        file = Path(f"{environ[_RECORDER_PATH]}{rank}")
-        file.write_bytes(dump(includeCollectives=True, includeStackTraces=True, onlyActive=False))
-        file.chmod(file_mode())
+        with replace_file(Path(f"{environ[_RECORDER_PATH]}{rank}"), durable=False) as file:
+            file.write(dump(includeCollectives=True, includeStackTraces=True, onlyActive=False))

@@ -21,7 +21,7 @@ from typing import NoReturn
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from megatron.common.errors import LaunchError
-from megatron.common.files import file_mode, folder_mode
+from megatron.common.files import folder_mode, replace_file
 from megatron.config import RunConfig
 from megatron.launch.distributed import connect
 from megatron.launch.progress import RECORDER, ProgressState, recorded_file, write_recorded
@@ -66,6 +66,8 @@ class _Watchdog:
         self._triggered = threading.Lock()
         self._alarmed = False
         """Whether this rank has noticed the alarm; a rank that has not is reported as hung."""
+        self._recorded: Path | None = None
+        """The flight recorder file of this rank, once it is written; by a thread, since its disk may hang."""
         self._store = connect(os.environ, timedelta(seconds=self.store_seconds))
         self._postpone_exit()
         targets = {"clock": self._watch_clock, "reports": self._report_positions}
@@ -116,7 +118,9 @@ class _Watchdog:
             if self._over.is_set():
                 return
             self._alarmed = True
-            self._write_position()
+            position = threading.Thread(target=self._write_position, name="hang report", daemon=True)
+            position.start()
+            position.join(_SETTLE)  # the disk may hang, too
             store_timer = threading.Timer(_SETTLE + self.store_seconds, self._exit_without_store)
             store_timer.daemon = True
             store_timer.start()
@@ -130,8 +134,8 @@ class _Watchdog:
             except RuntimeError:
                 self._exit_without_store()
             if self._rank == next(rank for rank, report in enumerate(reports) if report and report["alarmed"]):
-                recorded = recorded_file(os.environ, self._rank)
-                for line in describe_hang(reports, self._flag, self._file.parent, recorded and recorded.parent):
+                recorded = self._recorded and self._recorded.parent
+                for line in describe_hang(reports, self._flag, self._file.parent, recorded):
                     print_error(line)
             else:
                 time.sleep(_SETTLE)  # the launcher ends all ranks when the first one exits
@@ -142,8 +146,7 @@ class _Watchdog:
         text = self._progress.position(self._groups).text
         try:
             self._file.parent.mkdir(mode=folder_mode(), parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-            with open(self._file, "w", opener=lambda path, _: os.open(path, flags, file_mode())) as file:
+            with replace_file(self._file, text=True, durable=False) as file:
                 print(f"rank {self._rank}, process {os.getpid()} on {socket.gethostname()}: {text}", file=file)
                 print(f"{self._progress.seconds:.0f} s in this phase\n", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
@@ -154,6 +157,7 @@ class _Watchdog:
         """Write the last collectives of this rank; in a separate thread, since the device's library may hang, too."""
         with suppress(OSError, RuntimeError):
             write_recorded(os.environ, self._rank)
+        self._recorded = recorded_file(os.environ, self._rank)
 
     def _exit_without_store(self) -> NoReturn:
         text = self._progress.position(self._groups).text

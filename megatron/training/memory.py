@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+import pickle
 import re
 import resource
 from collections import Counter
@@ -14,6 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron.common.errors import ResourceError, is_out_of_memory
+from megatron.common.files import replace_file
 from megatron.config import RunConfig
 from megatron.launch.progress import ProgressState
 from megatron.parallel.layout import ParallelLayout
@@ -71,9 +73,11 @@ def _write_report(run: RunConfig, rank: int, message: str, plan: MemoryPlan | No
         if plan is not None:
             rows += ["planned, GB", *_rows(plan.parts.items()), ""]
         rows += ["tensors of this rank by shape and type, GB", *_rows(_live_tensors().most_common(_SHOWN))]
-        file.write_text("\n".join(rows) + "\n")
+        with replace_file(file, text=True, durable=False) as report:
+            report.write("\n".join(rows) + "\n")
         if get_accelerator().device_name() == "cuda":
-            torch.cuda.memory._dump_snapshot(str(file.with_suffix(".pickle")))
+            with replace_file(file.with_suffix(".pickle"), durable=False) as snapshot:
+                pickle.dump(torch.cuda.memory._snapshot(), snapshot)
         return f"{message}; see {file}"
     return message
 

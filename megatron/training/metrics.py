@@ -16,6 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from megatron.common.files import append_only
 from megatron.common.formats import COLUMNS, duration, with_prefix, wrapped
 from megatron.config import RunConfig
 from megatron.engines.status import StepStatus
@@ -51,8 +52,7 @@ class MetricsLogger:
         if is_main_rank and run.logging.metrics_file:
             with warn_if_unwritable(_FILE):
                 Path(run.logging.metrics_file).parent.mkdir(parents=True, exist_ok=True)
-                _end_last_line(Path(run.logging.metrics_file))
-                self._file = open(run.logging.metrics_file, "a", encoding="utf-8", buffering=1)
+                self._file = _open_metrics(run.logging.metrics_file)
         if is_main_rank and run.logging.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter  # slow, and most runs do not use it
 
@@ -202,19 +202,23 @@ TIMER = "-time"
 """Suffix of the names of timers, as in Megatron-LM's TensorBoard files."""
 
 
-def _end_last_line(path: Path) -> None:
-    """Terminate the last line of a metrics file, or remove a partial line of a process that was killed."""
-    if not path.is_file():
-        return
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        file.seek(max(size - _LONGEST, 0))
-        last = file.read().rpartition(b"\n")[2]
-    if last.rstrip().endswith(b"}"):
-        with open(path, "ab") as file:
-            file.write(b"\n")
-    elif last.startswith(b'{"iteration": '):
-        os.truncate(path, size - len(last))
+def _open_metrics(name: str) -> TextIO:
+    """Open a metrics file, or the target of a link, to append.
+
+    Terminates its last line, or removes a partial line of a process that was killed.
+    """
+
+    def readable(path: str, flags: int) -> int:
+        return append_only(path, flags & ~os.O_ACCMODE | os.O_RDWR)
+
+    file = open(os.path.realpath(name), "a", encoding="utf-8", buffering=1, opener=readable)
+    if size := os.fstat(file.fileno()).st_size:
+        last = os.pread(file.fileno(), _LONGEST, max(size - _LONGEST, 0)).rpartition(b"\n")[2]
+        if last.rstrip().endswith(b"}"):
+            file.write("\n")
+        elif last.startswith(b'{"iteration": '):
+            os.ftruncate(file.fileno(), size - len(last))
+    return file
 
 
 _LONGEST = 1 << 20

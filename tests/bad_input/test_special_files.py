@@ -7,11 +7,13 @@ import stat
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from support.command_lines import complaints
+from support.command_lines import complaints, parse
 from torch.distributed import checkpoint
 
 from megatron.checkpoint.files import copy_file
@@ -28,10 +30,13 @@ from megatron.common.reading import unreadable_arguments
 from megatron.data.fingerprint import common_chat_template, other_tokenizers
 from megatron.data.image_dataset import common_image_fit
 from megatron.data.map_cache import Form, Recipe, _load
+from megatron.launch.progress import ProgressState, write_recorded
+from megatron.launch.watchdog import _Watchdog
 from megatron.model.huggingface import read_json
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import Tokenizer, read_text, read_vocab_json
 from megatron.tools.chat.files import chat_template, find_chat_template
+from megatron.tools.cluster.elastic_run import ElasticRun
 from megatron.tools.cluster.hostfile import read_hostfile
 from megatron.tools.convert.huggingface_files import carried_files
 from megatron.tools.convert.megatron_files import read_shards
@@ -42,7 +47,10 @@ from megatron.tools.preprocess import file_lines
 from megatron.tools.preprocess.corpus import read_chunks
 from megatron.tools.preprocess.job import Journal
 from megatron.tools.reporting.files import read_metrics, read_timeline
+from megatron.tools.reporting.tracing import Profiler
 from megatron.tools.serving.access import read_key
+from megatron.training.memory import _write_report
+from megatron.training.metrics import MetricsLogger
 
 _NULL = build_tokenizer("NullTokenizer", None, None, vocab_size=9)
 READERS: dict[str, Callable[[Path], object]] = {
@@ -139,6 +147,64 @@ def test_what_is_no_file_is_not_replaced_copied_or_mapped(tmp_path: Path) -> Non
         content_hash([fifo])
     with pytest.raises((UserError, OSError)):
         _load(tmp_path, "map", Recipe({"rows": Form(np.int64, (-1,), 1)}, 8, dict))
+
+
+def _profile(path: Path) -> None:
+    callback = Profiler(parse(f"--train-iters 4 --profile-dir {path.parent} --profile-steps 1:1"), 0)
+    with callback.around_iteration(1):
+        pass
+
+
+def _hang(path: Path) -> None:
+    watchdog: Any = SimpleNamespace(_rank=0, _file=path, _progress=ProgressState(), _groups={})
+    _Watchdog._write_position(watchdog)
+
+
+def _start(path: Path) -> None:
+    start, ended = SimpleNamespace(hosts=[], layout=""), SimpleNamespace(code=0, failed_first=set())
+    run = SimpleNamespace(save=path.parent, progress=lambda: None)
+    ElasticRun._record(cast(Any, run), cast(Any, start), cast(Any, ended), 0.0)
+
+
+def _metrics(path: Path) -> None:
+    log = MetricsLogger(parse(f"--metrics-file {path}"), is_main_rank=True)
+    log.record(1, {"lm_loss": 1.0})
+    log.close()
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "profile-rank0.txt": _profile,
+    "profile-rank0.json": _profile,
+    "profile-rank0.json.tmp": _profile,
+    "memory-rank0.txt": lambda path: _write_report(parse(f"--save {path.parent}"), 0, "", None),
+    "hang-rank0.txt": _hang,
+    "flight-recorder-rank0": lambda path: write_recorded({"TORCH_FR_DUMP_TEMP_FILE": str(path)[:-1]}, 0),
+    "elastic.jsonl": _start,
+    "metrics.jsonl": _metrics,
+}
+APPENDED = {"elastic.jsonl": ["hardlink_to"], "metrics.jsonl": ["hardlink_to", "symlink_to"]}
+"""Files that get longer, with the kinds of links that may lead to them: the metrics are where the user says."""
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_report_does_not_wait_for_a_fifo_nor_overwrite_the_target_of_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "gloo")
+    (other := tmp_path / "other").write_text("of another program\n")
+    path = tmp_path / name
+    for make in ("mkfifo", "symlink_to", "hardlink_to"):
+        os.mkfifo(path) if make == "mkfifo" else getattr(path, make)(other)
+        signal.alarm(60)
+        try:
+            WRITERS[name](path)
+        except OSError as error:
+            assert error.filename == str(path)
+        finally:
+            signal.alarm(0)
+        if make not in APPENDED.get(name, ()):
+            assert other.read_text() == "of another program\n"
+        path.unlink(missing_ok=True)
 
 
 def test_thousands_of_messages_are_a_hundred() -> None:

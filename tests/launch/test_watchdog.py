@@ -1,13 +1,22 @@
 """A hung rank: the others exit and name it. The next start resumes exactly in test_lost_hosts.py."""
 
 import pickle
+import sys
+import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from support.bare_ranks import BareRanks
+from support.command_lines import parse
+from torch.distributed import HashStore
 
-from megatron.launch.watchdog import describe_hang, group_names
+from megatron.launch import watchdog
+from megatron.launch.progress import ProgressState
+from megatron.launch.watchdog import describe_hang, group_names, hang_watchdog
 
 SETTINGS = "--train-iters 5 --batch-size 2 --gas 4 --eval-iters 0 --pipe-parallel-size 2".split()
 SAVES = "--save-interval 1 --watchdog-minutes 0.1".split()
@@ -50,6 +59,31 @@ def test_a_rank_that_holds_pythons_lock(programs, tmp_path: Path) -> None:
     waits = "rank 0: training, iteration 2, RecvActivation of micro-batch 1 in chunk 1 of its stage, in wait, at "
     assert ranks.errors[-2].startswith(waits) and "transfers.py" in ranks.errors[-2]
     assert "Timeout (" in ranks.output and "faulty_pretrain.py" in ranks.output.partition("Timeout (")[2]
+
+
+def test_the_run_ends_although_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a save that hangs with its disk, to which the report would go."""
+    disk, exits, codes, others = threading.Event(), threading.Event(), [], threading.enumerate()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        exits.set()
+
+    monkeypatch.setattr(watchdog, "connect", lambda *_: HashStore())
+    monkeypatch.setattr(watchdog, "replace_file", lambda *_, **__: disk.wait() and nullcontext(sys.stderr))
+    monkeypatch.setattr(watchdog, "write_recorded", lambda *_: None)
+    monkeypatch.setattr(watchdog, "_SETTLE", 0.1)
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_, **__: None)
+    monkeypatch.setattr("os._exit", leave)
+    run = parse(f"--watchdog-minutes 0.01 --save {tmp_path}")
+    layout: Any = SimpleNamespace(rank=0, topology=PipeModelDataParallelTopology(num_pp=1, num_mp=1, num_dp=1))
+    with hang_watchdog(run, layout, progress := ProgressState()):
+        progress.enter("saving", 1)
+        assert exits.wait(60)
+    disk.set()
+    for thread in {*threading.enumerate()}.difference(others):
+        thread.join(60)  # also the timer, which would end this process
+    assert set(codes) == {6}
 
 
 def test_which_rank_is_hung() -> None:

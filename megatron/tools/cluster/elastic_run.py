@@ -18,6 +18,7 @@ from megatron.cli import parse_run
 from megatron.cli.flags import read_flags
 from megatron.cli.parser import CONFIG_FILE
 from megatron.common.errors import ConfigError, LaunchError, ResourceError, counted
+from megatron.common.files import append_only
 from megatron.config import RunConfig
 from megatron.tools.cluster.doctor import HostState, host_states
 from megatron.tools.cluster.elastic import (
@@ -205,7 +206,10 @@ class ElasticRun:
         hosts = [host.name for host in start.hosts]
         line = {"began": began, "ended": time.time(), "hosts": hosts, "layout": start.layout, "code": ended.code}
         line |= {"failed_first": sorted(ended.failed_first), "newest_checkpoint": self.progress()}
-        with suppress(OSError), open(self.save / STARTS, "a") as file:  # the run itself reports a full disk
+        with (
+            suppress(OSError),
+            open(self.save / STARTS, "a", opener=append_only) as file,
+        ):  # the run itself reports a full disk
             file.write(json.dumps(line) + "\n")
 
     def _launch_of(self, start: Start, folder: Path) -> Namespace:

@@ -1,12 +1,14 @@
 """Callbacks that trace and profile chosen iterations: ``--trace`` and ``--profile-steps``."""
 
 import errno
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn, profiler
 
-from megatron.common.files import replace_file
+from megatron.common.files import UNFINISHED, replace_file
 from megatron.config import RunConfig
 from megatron.config.output import steps
 from megatron.engines.overrides import collectives_wrapped
@@ -77,19 +79,20 @@ class Profiler(Callback):
         device = "device" if any(row.self_device_time_total for row in averages) else "cpu"
         table = averages.table(sort_by=f"self_{device}_time_total", row_limit=_PROFILE_ROWS)
         with warn_if_unwritable("the profile"):
-            (self._folder / f"profile-rank{self._rank}.txt").write_text(table)
+            with replace_file(self._folder / f"profile-rank{self._rank}.txt", text=True, durable=False) as file:
+                file.write(table)
             self._export(self._folder / f"profile-rank{self._rank}.json")
             if self._rank == 0:
                 print(f"  wrote the profile to {self._folder}: profile-rank*.txt and .json", flush=True)
 
     def _export(self, file: Path) -> None:
-        """Write the timeline. Raises OSError if no file results: torch only logs its errors."""
+        """Replace the timeline. Raises OSError if no file results: torch only logs its errors."""
         assert self._profile is not None
-        file.unlink(missing_ok=True)
-        self._profile.export_chrome_trace(str(file))
-        if not file.exists():
-            file.with_name(f"{file.name}.tmp").unlink(missing_ok=True)
-            raise OSError(errno.EIO, f"torch did not write {file.name}", str(file))
+        with TemporaryDirectory(UNFINISHED, ".", file.parent, ignore_cleanup_errors=True) as folder:
+            self._profile.export_chrome_trace(str(written := Path(folder, file.name)))
+            if not written.exists():
+                raise OSError(errno.EIO, f"torch did not write {file.name}", str(file))
+            os.replace(written, file)
 
 
 class Tracer(Callback):
