@@ -177,10 +177,17 @@ def test_a_repeated_key_is_refused(tmp_path: Path, file: str, text: str, key: st
         read_huggingface(tmp_path)
 
 
-def test_a_tokenizer_of_gigabytes_is_not_copied(tmp_path: Path):
-    with open(tmp_path / "tokenizer_config.json", "wb") as file:
+def of_gigabytes(path: Path) -> None:
+    with open(path, "wb") as file:
         file.truncate(4 << 30)
-    with pytest.raises(CheckpointError, match="tokenizer_config.json: more than the"):
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "additional_chat_templates/a.jinja"])
+@pytest.mark.parametrize("make", [of_gigabytes, os.mkfifo, os.mkdir, lambda path: path.symlink_to("../blobs/1")])
+def test_what_cannot_be_copied_is_named_not_left_out(tmp_path: Path, make: Callable, name: str):
+    (tmp_path / "additional_chat_templates").mkdir()
+    make(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/{name}"):
         carried_files(tmp_path)
 
 
