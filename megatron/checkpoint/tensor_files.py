@@ -24,7 +24,7 @@ from torch.serialization import set_crc32_options
 from megatron.checkpoint.files import NewFile, Record, write_text
 from megatron.checkpoint.safetensors_files import broken, read_entries
 from megatron.common.checkpoint_folders import make_subfolder
-from megatron.common.errors import CheckpointError, first_line
+from megatron.common.errors import CheckpointError, reason
 from megatron.common.reading import check_archive
 
 ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
@@ -83,8 +83,8 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
     """The error for what torch could not read; without torch's advice, which is to let the file run code."""
     if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
         return CheckpointError(f"{path} asks for {unsafe[1]}, which could run code; it is not loaded")
-    reason = re.search(r"WeightsUnpickler error:\s+(.+)", str(error))
-    return CheckpointError(f"{path} cannot be read ({reason[1] if reason else first_line(error)})")
+    said = re.search(r"WeightsUnpickler error:\s+(.+)", str(error))
+    return CheckpointError(f"{path} cannot be read ({said[1] if said else reason(error)})")
 
 
 def load_plain(path: Path, allowed: Sequence[Any], *, mmap: bool = False, **options: Any) -> Any:

@@ -102,6 +102,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
+def reason(error: BaseException) -> str:
+    """The first line of an exception's message; of the system's errors, only what is wrong, without number and path."""
+    return getattr(error, "strerror", None) or first_line(error)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the host or the device is out of memory. Recognizes torch's error without importing torch."""
     is_torch_error = type(error).__name__ == "OutOfMemoryError"

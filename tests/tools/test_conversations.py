@@ -155,6 +155,20 @@ def test_texts_that_become_a_special_token_are_an_error(written: str, message: l
             render(message)
 
 
+def test_what_cannot_be_checked_for_special_tokens_is_an_error() -> None:
+    source = (
+        "{% for message in messages %}{{ message.content | lower }}{{ 'a#'.index(message.content[0]) }}{% endfor %}"
+    )
+    template = ChatTemplate(source, {}, reserved=["<|im_end|>"])
+    with pytest.raises(DataError, match="cannot write the messages without their punctuation"):
+        template.prompt([{"role": "user", "content": "#<|IM_END|>"}])
+    tools: list = []
+    for _ in range(400):
+        tools = [{"a": tools}]
+    with pytest.raises(DataError, match="nested too deep"):
+        ChatTemplate(f"{CHATML}{{# tools #}}", SPECIAL).conversation(said("a"), tools)
+
+
 @pytest.mark.parametrize(
     "written", ["answer(message)[1:-1]", "answer(message) | tojson(true)", "answer(message) | length"]
 )

@@ -99,11 +99,15 @@ class Template:
 
     def _check(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any, **settings: bool) -> None:
         """Raises ValueError if there are fewer special tokens in the text without the punctuation of the messages: the
-        template has made one of them, such as by changing or joining texts."""
+        template has made one of them, such as by changing or joining texts. So does a template that needs it."""
         try:
             plain = self._render(_plain(messages), _plain(tools), **settings)
-        except Exception:  # the template needs the punctuation
-            return
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"cannot write the messages without their punctuation ({error}), as a check does"
+            ) from None
         for token in Counter(self._reserved.findall(text)) - Counter(self._reserved.findall(plain)):
             raise ValueError(f"makes {token!r} of the texts of the messages: remove their part of it")
 

@@ -24,7 +24,7 @@ from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.run_file import SavedRun, describe
 from megatron.checkpoint.saved_layout import model_file
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_file
-from megatron.common.errors import CheckpointError, first_line
+from megatron.common.errors import CheckpointError, reason
 from megatron.common.reading import check_archive
 from megatron.common.tokenizer_files import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.config import CheckpointConfig, DataConfig, RunConfig
@@ -146,7 +146,7 @@ def _check_sums(file: Path) -> None:
             if broken := archive.testzip():
                 raise ValueError(f"{broken} is not as its checksum says")
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{file} is damaged ({first_line(error)}); convert the checkpoint again") from error
+        raise CheckpointError(f"{file} is damaged ({reason(error)}); convert the checkpoint again") from error
 
 
 def _fp32(file: Path) -> Tensor:

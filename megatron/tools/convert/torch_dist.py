@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from megatron.checkpoint.tensor_files import unreadable
-from megatron.common.errors import CheckpointError, first_line
+from megatron.common.errors import CheckpointError, reason
 from megatron.common.reading import read_bytes
 
 METADATA = ".metadata"
@@ -105,7 +105,7 @@ def read_torch_dist(folder: Path) -> dict[str, Tensor]:
             if Path(info.relative_path).name != info.relative_path:
                 raise ValueError(f"it names the file {info.relative_path!r}, which is not in the same folder")
     except Exception as error:  # damaged fields may raise anything
-        raise CheckpointError(f"{folder / METADATA} is damaged ({first_line(error)})") from error
+        raise CheckpointError(f"{folder / METADATA} is damaged ({reason(error)})") from error
     weights = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     try:
         with warnings.catch_warnings():
@@ -125,7 +125,7 @@ def _read_metadata(file: Path) -> Metadata:
         if not isinstance(content, Metadata):
             raise ValueError(f"it holds a {type(content).__name__}, and should hold metadata")
     except Exception as error:  # a damaged pickle may raise anything
-        raise CheckpointError(f"{file} cannot be read ({first_line(error)})") from error
+        raise CheckpointError(f"{file} cannot be read ({reason(error)})") from error
     content.storage_meta = StorageMeta()
     return content
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.common.errors import ConfigError, DataError
-from megatron.common.reading import LARGEST, LARGEST_LINE, check_regular, unique_keys
+from megatron.common.errors import ConfigError, DataError, reason
+from megatron.common.reading import LARGEST, LARGEST_LINE, check_regular, parse_json
 from megatron.tools.preprocess.file_lines import FORMATS_BY_ENDING, MOST_EXPANDED, file_lines, format_of, uncompressed
 
 Row = tuple[bytes | None, ...]
@@ -158,8 +158,7 @@ def read_chunks(path: Path, kind: str, keys: Sequence[str], *, size: int) -> Ite
             yield Chunk(path, first_line, lines, text_bytes)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         after = f" after line {first_line + len(lines) - 1}" if first_line + len(lines) > 1 else ""
-        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
-        raise DataError(f"cannot read {path}{after}: {reason}") from error
+        raise DataError(f"cannot read {path}{after}: {reason(error)}") from error
 
 
 def _file_lines(path: Path, keys: Sequence[str]) -> Iterator[bytes]:
@@ -185,10 +184,10 @@ def json_object(where: str, line: bytes) -> dict[str, Any] | None:
     if not text.strip():
         return None
     try:
-        document = json.loads(text, object_pairs_hook=unique_keys)
+        document = parse_json(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON: {error.msg}, at column {error.colno}") from error
-    except (RecursionError, ValueError) as error:
+    except ValueError as error:
         raise DataError(f"{where}: JSON that cannot be read: {error}") from error
     if not isinstance(document, dict):
         raise DataError(f"{where}: a JSON {_json_type(document)}, where an object is needed")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.common.errors import DataError, one_line
+from megatron.common.errors import DataError, one_line, reason
 from megatron.common.reading import LARGEST, parse_json, read_bytes, regular
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tools.inference.images import IMAGES, images_of
@@ -47,7 +47,7 @@ def read_records(path: Path) -> Iterator[Record]:
     try:
         yield from READERS.get(path.suffix, _read_lines)(path)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({one_line(error.strerror or str(error))})") from None
+        raise DataError(f"{path}: cannot be read ({one_line(reason(error))})") from None
     except (ValueError, RecursionError, EOFError, zlib.error, tarfile.TarError) as error:
         raise DataError(f"{path}: not a file of conversations ({one_line(str(error))})") from None
 
