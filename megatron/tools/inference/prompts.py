@@ -104,15 +104,17 @@ def read_prompts(path: Path) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def read_standard_input() -> list[tuple[str, str]]:
-    """Location and text of each line of standard input. Raises ConfigError if it is empty or not UTF-8."""
+    """Location and text of each line of standard input. Raises ConfigError if it is empty, too long or not UTF-8."""
+    content = sys.stdin.buffer.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise ConfigError(f"standard input has more than {LARGEST:,} bytes: divide the prompts")
     try:
-        content = sys.stdin.read()
-        content.encode()  # some locales let other bytes in
+        text = content.decode()
     except UnicodeError:
         raise ConfigError("standard input is not UTF-8: write text, one prompt per line") from None
-    if not content:
+    if not text:
         raise ConfigError("standard input is empty: give --prompt or --sample-input-file, or write one prompt per line")
-    return numbered("standard input", content)
+    return numbered("standard input", text)
 
 
 def is_jsonl(path: Path) -> bool:
