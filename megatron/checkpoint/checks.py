@@ -69,15 +69,19 @@ def check_tensor(place: object, name: str, found: Any, shape: Shape, dtype: torc
     check_numbers(place, name, found)
 
 
-def check_numbers(place: object, name: str, found: Tensor) -> None:
-    """Raise CheckpointError unless ``found`` is a finite float tensor. On the meta device only the type is checked."""
+def check_numbers(place: object, name: str, found: Tensor, used_as: torch.dtype = torch.float32) -> None:
+    """Raise CheckpointError unless ``found`` is a float tensor that is finite, also after conversion to ``used_as``.
+
+    On the meta device only the type is checked.
+    """
     if not found.is_floating_point():
         raise wrong(place, name, outline(found), "a tensor of floating point")
     if found.numel() == 0 or found.is_meta:
         return
     low, high = (bound.item() for bound in torch.aminmax(found))  # one pass, without another tensor
-    if not (isfinite(low) and isfinite(high)):
-        raise wrong(place, name, f"from {low} to {high}", "finite")
+    if not torch.tensor([low, high], dtype=used_as).isfinite().all():
+        also = f" in {str(used_as).removeprefix('torch.')}" if isfinite(low) and isfinite(high) else ""
+        raise wrong(place, name, f"from {low} to {high}", f"finite{also}")
     if low < 0 and name.rpartition(".")[2] in _SECOND_MOMENTS:
         raise wrong(place, name, f"from {low:g} on", "0 or more")
 

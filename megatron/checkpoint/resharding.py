@@ -1,6 +1,7 @@
 """Resharding: loads weights and optimizer state on any layout; each rank reads only its parts."""
 
 from collections.abc import Callable, Container
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.checkpoint.across_ranks import check_share_of_states
-from megatron.checkpoint.checks import form_errors, value_at
+from megatron.checkpoint.checks import check_numbers, form_errors, value_at
 from megatron.checkpoint.collective_errors import on_all_ranks
 from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.run_file import SavedRun
@@ -124,13 +125,16 @@ def load_states(
     checked = on_all_ranks(outlines)  # before anything is copied
     masters, errors = master_weights(engine), list[CheckpointError]()
 
-    def part(value: Any, begin: int, length: int) -> Tensor:
-        """Elements of a part of a state; after an error zeros, since the other ranks wait in collectives."""
+    def part(name: str, value: Any, begin: int, length: int, used_as: torch.dtype = torch.float32) -> Tensor:
+        """Elements of a part of a state in fp32; after an error zeros, since the other ranks wait in collectives."""
         end = begin + length
         try:
             with form_errors(source):
+                if not errors and isinstance(value, Shard):
+                    return value.read(begin, end, used_as).float()
                 if not errors:
-                    return (value.read(begin, end) if isinstance(value, Shard) else value.flatten()[begin:end]).float()
+                    check_numbers(source, name, elements := value.flatten()[begin:end], used_as)
+                    return elements.float()
         except CheckpointError as error:
             errors.append(error)
         return torch.zeros(length)
@@ -141,23 +145,24 @@ def load_states(
 
     with optimizer_notified(engine), torch.no_grad():
         for name, parameter in parameters:
-            _copy_state(engine, part, parameter, checked.pop(name), masters.get(parameter))
+            _copy_state(engine, partial(part, name), parameter, checked.pop(name), masters.get(parameter))
     on_all_ranks(raise_error)
 
 
 def _copy_state(
     engine: DeepSpeedEngine,
-    part: Callable[[Any, int, int], Tensor],
+    part: Callable[..., Tensor],
     parameter: nn.Parameter,
     state: State,
     master: MasterWeight | None,
 ) -> None:
     """Copy this rank's parts of a parameter's state, which ``part`` reads, into the model and the optimizer."""
     if (own := own_weights(parameter)) is not None:
-        weights, first = part(state[WEIGHT], own.begin, own.length), own.begin
+        weights, first = part(state[WEIGHT], own.begin, own.length, own.tensor.dtype), own.begin
         own.tensor.view(-1)[: own.length].copy_(weights)
     else:
-        weights, first = part(state[WEIGHT], 0, getattr(parameter, "ds_numel", parameter.numel())), 0
+        length = getattr(parameter, "ds_numel", parameter.numel())
+        weights, first = part(state[WEIGHT], 0, length, parameter.dtype), 0
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(weights.view(parameter.shape))
     if master is None:

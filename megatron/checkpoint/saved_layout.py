@@ -37,7 +37,7 @@ class SavedLayout:
     precision: str = _saved_as("precision", choices=("fp32", "bf16", "fp16"))
     zero_round_robin_gradients: bool = _saved_as("--zero-round-robin-gradients")
     """Like the next two fields, it determines the order of parameters in ZeRO's files."""
-    parameter_alignment: int | None = _saved_as("parameter_alignment")
+    parameter_alignment: bool | None = _saved_as("parameter_alignment")
     sub_group_size: int | None = _saved_as("sub_group_size")
     pipeline_schedule: str | None = _saved_as("--pipeline-schedule", default=None)
     """None without a pipeline, like ``partition``."""

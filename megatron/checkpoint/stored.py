@@ -91,23 +91,23 @@ class Stored:
             at += length
         return Stored(cut, (end - begin,))
 
-    def columns(self, width: int, rows: range, begin: int, end: int) -> Tensor:
-        """Columns ``begin`` to ``end`` of some rows of ``width`` elements, [rows, columns]."""
+    def columns(self, width: int, rows: range, begin: int, end: int, used_as: torch.dtype = torch.float32) -> Tensor:
+        """Columns ``begin`` to ``end`` of some rows of ``width`` elements, [rows, columns], read by ``read_all``."""
         if (begin, end) == (0, width):
             selected = self.flat(rows.start * width, rows.stop * width)
         else:
             selected = joined([self.flat(row * width + begin, row * width + end) for row in rows])
-        return selected.read_all().view(len(rows), end - begin)
+        return selected.read_all(used_as).view(len(rows), end - begin)
 
-    def read_all(self) -> Tensor:
+    def read_all(self, used_as: torch.dtype = torch.float32) -> Tensor:
         """Read the tensor into memory. Raises ValueError for inconsistent pieces, and CheckpointError unless its
-        numbers are possible.
+        numbers are possible, and finite when they are converted to ``used_as``.
         """
         parts = [file.find(keys).detach().flatten()[begin:end] for file, keys, begin, end in self.pieces]
         if {part.dtype for part in parts} != {self.dtype} or sum(map(len, parts)) != self.numel():
             raise ValueError(f"{self.path}: its pieces are not of one type, or not of {self.numel():,} elements")
         for piece, part in zip(self.pieces, parts, strict=True):
-            check_numbers(piece.file.path, name_of(piece.keys), part)
+            check_numbers(piece.file.path, name_of(piece.keys), part, used_as)
         return torch.cat(parts).view(self.shape)
 
 
@@ -166,8 +166,8 @@ class Shard:
         """Read the full shard."""
         return self.read(0, prod(self.shape)).view(self.shape)
 
-    def read(self, begin: int, end: int) -> Tensor:
-        """Read elements ``begin`` to ``end`` of the flattened shard."""
+    def read(self, begin: int, end: int, used_as: torch.dtype = torch.float32) -> Tensor:
+        """Read elements ``begin`` to ``end`` of the flattened shard, as ``Stored.read_all`` does."""
         if begin == end:  # ZeRO 3 divides a small parameter among more ranks than it has elements
             return torch.empty(0, dtype=self.dtype)
         rows = range(begin // self._width, -(-end // self._width))
@@ -182,7 +182,7 @@ class Shard:
             if low >= high:  # no element is asked for
                 continue
             stored_rows = range(rows.start + self._row, rows.stop + self._row)
-            part = self._parts(number).columns(self._part_width, stored_rows, low - at, high - at)
+            part = self._parts(number).columns(self._part_width, stored_rows, low - at, high - at, used_as)
             matrix[:, low - first : high - first] = part
         return matrix.flatten()[begin - rows.start * self._width - skipped :][: end - begin]
 

@@ -10,7 +10,8 @@ import torch
 from support.command_lines import parse
 from support.programs import read_metrics
 
-from megatron.checkpoint.run_file import SavedRun, describe
+from megatron.checkpoint.run_file import SavedRun, checked_description, describe
+from megatron.checkpoint.saved_layout import SavedLayout
 from megatron.checkpoint.stored import StoredFile
 from megatron.checkpoint.tensor_files import LazyTensors
 from megatron.model.partition import layer_groups
@@ -111,14 +112,26 @@ def schedule(peak: float, end: int, *, warmup: int) -> list[float]:
     return [1e-4 + (peak - 1e-4) * share for share in shares]
 
 
-@pytest.mark.parametrize("words", ["", "--lora-rank 4 --lora-target query_key_value dense", "--num-experts 4"])
-def test_the_configuration_is_the_one_that_was_saved(words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--lora-rank 4 --lora-target query_key_value dense",
+        "--num-experts 4",
+        "--zero-stage 1 --deepspeed_config ds.json",
+    ],
+)
+def test_the_configuration_is_the_one_that_was_saved(words: str, tmp_path: Path, monkeypatch) -> None:
     """Equal, and as good a key of a cache: JSON knows no tuples."""
-    model = parse(words).model
-    description = json.loads(json.dumps(describe(parse(words), 6)))
-    config = SavedRun(tmp_path, "global_step6", description).full_model_config()
-    assert config == replace(model, padded_vocab_size=config.vocab_size, dtype=config.dtype)
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"zero_optimization": {"parameter_alignment": true, "sub_group_size": 1000000}}')
+    run = parse(words)
+    description = checked_description(json.loads(json.dumps(describe(run, 6))), "run.json")
+    saved = SavedRun(tmp_path, "global_step6", description)
+    config = saved.full_model_config()
+    assert config == replace(run.model, padded_vocab_size=config.vocab_size, dtype=config.dtype)
     assert layer_groups(config) == layer_groups(config)
+    assert saved.layout == SavedLayout.from_run(run)
 
 
 def test_fields_of_earlier_versions_are_left_out(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from megatron.checkpoint.checks import check_numbers
+from megatron.checkpoint.tensor_files import files_of
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines import deepspeed_silenced, silence_known_warnings
 from megatron.engines.containers import SequentialModel, run_in_order, sequential_model
@@ -158,10 +160,13 @@ def load_weights(model: Module, source: Source, config: ModelConfig, layout: Par
     Raises CheckpointError if weights are incomplete.
     """
     weights, specs = read_model(source.found).weights, architecture_of(config).named_parameters(config)
+    dtype = DTYPES[config.dtype]
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             parameter.copy_(_local_shard(weights[name], specs[name], config, layout))
-    return model.to(get_accelerator().current_device_name(), DTYPES[config.dtype]).eval()
+        if dtype is not parameter.dtype:
+            check_numbers(files_of(weights).get(name, source.found.path), name, parameter, dtype)
+    return model.to(get_accelerator().current_device_name(), dtype).eval()
 
 
 def _local_shard(weight: Tensor, spec: ParameterSpec, config: ModelConfig, layout: ParallelLayout) -> Tensor:
