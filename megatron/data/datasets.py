@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -57,9 +58,9 @@ def check_data(data: DataConfig, samples: Mapping[str, int], *, masked_lm: bool 
 class BlendedDataset(Samples):
     """A blend: ``samples`` samples of the data sets ``parts``, in the ``order`` of training."""
 
-    def __init__(self, parts: Sequence[IndexedSamples], order: BlendOrder, samples: int) -> None:
+    def __init__(self, parts: Sequence[IndexedSamples], order: BlendOrder, samples: int, folder: Path) -> None:
         super().__init__(samples)
-        self.parts, self.order = parts, order
+        self.parts, self.order, self.map_files = parts, order, f"{folder}/blend_*"
 
     def count_images(self, indices: Sequence[int]) -> np.ndarray:
         """The number of images of each sample in ``indices``, int64 [n]."""
@@ -84,11 +85,12 @@ class BlendedDataset(Samples):
 
     def _read_parts(self, indices: Sequence[int], read: Callable[[Any, list[int]], Iterable[Any]]) -> list[Any]:
         """Call ``read(part, places)`` for each part, and return its results in the order of ``indices``."""
-        located = [self.order[index] for index in indices]
-        rows = {
-            source: iter(read(self.parts[source], [place for other, place in located if other == source]))
-            for source in {source for source, _ in located}
-        }
+        with self.reading_maps():
+            located = [self.order[index] for index in indices]
+            rows = {
+                source: iter(read(self.parts[source], [place for other, place in located if other == source]))
+                for source in {source for source, _ in located}
+            }
         return [next(rows[source]) for source, _ in located]
 
     def spans(self, index: int) -> list[Span]:
@@ -188,7 +190,7 @@ def _blended(
     if not stored.exists() and all([parts[number].prepare() for number in from_random_start(range(len(parts)))]):
         with contextlib.suppress(OSError):
             stored.touch()  # other processes then do not check the maps of each data set
-    return BlendedDataset(parts, order, samples)
+    return BlendedDataset(parts, order, samples, folder)
 
 
 def rank_sample_indices(first: int, global_batch_size: int, data_rank: int, data_size: int) -> range:

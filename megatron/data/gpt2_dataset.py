@@ -204,7 +204,7 @@ class GPT2Dataset(SourceSamples):
             return IndexMaps(**cached_epoch(folder, f"{cache_name}{epoch}", stream.recipe(epoch), epoch))
 
         self.maps = maps
-        self.stored_as = f"{cache_name}0"
+        self.stored_as, self.map_files = f"{cache_name}0", f"{folder / cache_name}*"
         self._is_stored = partial(is_recorded, folder, self.stored_as, stream.recipe(0))
         register_closable(self)
 
@@ -237,7 +237,8 @@ class GPT2Dataset(SourceSamples):
     def _read(self, indices: Sequence[int]) -> np.ndarray:
         """Tokens of the samples ``indices``, int64 [n, seq_length + 1]."""
         spans = [span for index in indices for span in self.spans(index)]
-        rows = np.concatenate([span.tokens() for span in spans], dtype=np.int64).reshape(len(indices), -1)
+        rows = np.concatenate([span.tokens() for span in spans], dtype=np.int64)
+        rows = rows.reshape(len(indices), self.stream.seq_length + 1)
         if rows.view(np.uint64).max() >= self._vocab_size:  # a negative id is very large as unsigned
             for span in spans:
                 check_tokens(self.indexed, span.tokens(), f"document {span.document}", self._vocab_size, span.start)

@@ -7,6 +7,7 @@ sequences and documents: see ``megatron.data.index_file``.
 import glob
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -17,26 +18,42 @@ import numpy as np
 
 from megatron.common.errors import DataError
 from megatron.common.reading import check_regular
-from megatron.data.index_file import Index, Totals, check, read_index, starts_of
+from megatron.data.index_file import DTYPES, Index, Totals, check, read_index, starts_of
 from megatron.data.indexed_dataset_builder import SequenceBuilder
 from megatron.data.map_cache import CHECKED_ONCE, cached_numbers, digest
 from megatron.data.mapped_file import map_file, prefetch
 
 
 class Known(NamedTuple):
-    """The result of an earlier check of a data set, valid while its files have these sizes and modification times."""
+    """The result of an earlier check of a data set, of files with these sizes and modification times."""
 
     sizes_and_times: list[int]
     """Size in bytes and modification time in ns, of both files."""
     header: str
     """The header of the index, in hexadecimal."""
     dtype: str
-    counts: list[int]
+    counts: tuple[int, int]
     """Number of sequences and of documents."""
-    totals: list[int]
-    """The fields of ``Totals``."""
-    parts: list[list[int]]
+    totals: Totals
+    parts: list[tuple[int, int, int]]
     """Start, stop and number of tokens of some ranges of documents."""
+
+    def is_of(self, sizes_and_times: list[int]) -> bool:
+        """Whether files of these sizes and times, which have not changed, may have given this result."""
+        (sequences, documents), (tokens, longest, empty, divided) = self.counts, self.totals
+        return (
+            self.sizes_and_times == sizes_and_times
+            and self.dtype in _DTYPES
+            and re.fullmatch("([0-9a-f]{2})*", self.header) is not None
+            and tokens * np.dtype(self.dtype).itemsize == sizes_and_times[0]
+            and 12 * sequences + 8 * documents <= sizes_and_times[2]
+            and min(sequences, documents, longest, empty, divided) >= 0
+            and longest <= tokens
+            and all(0 <= start <= stop <= documents and 0 <= part <= tokens for start, stop, part in self.parts)
+        )
+
+
+_DTYPES = {dtype.str for dtype in DTYPES.values()}
 
 
 class IndexedDataset:
@@ -61,7 +78,7 @@ class IndexedDataset:
         self.bin_path, self.idx_path = Path(f"{self.prefix}.bin"), Path(f"{self.prefix}.idx")
         with self._readable():
             self._sizes_and_times = self._stat()
-            self.is_new = known is None or known.sizes_and_times != self._sizes_and_times
+            self.is_new = known is None or not known.is_of(self._sizes_and_times)
             checked = self._check(cache) if known is None or self.is_new else known
         self._known, self.dtype, self.totals = checked, np.dtype(checked.dtype), Totals(*checked.totals)
         self._num_sequences, self.num_documents = checked.counts
@@ -70,7 +87,7 @@ class IndexedDataset:
 
     def known(self) -> Known | None:
         """The result of the check, for other processes; None for a small index, which every process checks."""
-        parts = [[*bounds, tokens] for bounds, tokens in self._tokens_of.items()]
+        parts = [(*bounds, tokens) for bounds, tokens in self._tokens_of.items()]
         return self._known._replace(parts=parts) if self._is_large else None
 
     @contextmanager
@@ -114,8 +131,8 @@ class IndexedDataset:
                 f"{self.bin_path} {problem}: it has {size} bytes, its index says {totals.tokens} tokens of {itemsize} "
                 f"bytes, {totals.tokens * itemsize} in all"
             )
-        counts = [len(index.sizes), len(index.doc_idx) - 1]
-        return Known(self._sizes_and_times, index.header.hex(), index.dtype.str, counts, [*totals], [])
+        counts = len(index.sizes), len(index.doc_idx) - 1
+        return Known(self._sizes_and_times, index.header.hex(), index.dtype.str, counts, totals, [])
 
     @cached_property
     def _index(self) -> Index:

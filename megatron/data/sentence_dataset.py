@@ -127,7 +127,7 @@ class SentenceDataset(SourceSamples):
             recipe = Recipe({"order": form}, 8 * len(runs), lambda _: {"order": stream.order(len(runs), epoch)})
             return cached_epoch(folder, f"{cache_name}_epoch{epoch}", recipe, epoch)["order"]
 
-        self.order = order
+        self.order, self.map_files = order, f"{folder / cache_name}_*"
         order(0)
 
     @classmethod

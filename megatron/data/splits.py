@@ -5,7 +5,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.common.errors import ConfigError, DataError
+from megatron.common.errors import ConfigError, DataError, first_line
 from megatron.common.files import replace_file
-from megatron.common.reading import read_json
+from megatron.common.reading import read_json, type_problem
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.config.fields import is_decimal
@@ -85,11 +85,28 @@ class Samples(ABC):
         """The ``index``-th sample to train on, int64. Raises as ``take``."""
         return self.take([index])[0]
 
+    map_files = ""
+    """A pattern of the files of stored index maps; empty if none are stored."""
+
+    @contextlib.contextmanager
+    def reading_maps(self) -> Iterator[None]:
+        """Raises DataError for a number in the index maps that is out of range. Large maps are checked only once."""
+        try:
+            yield
+        except (IndexError, ValueError) as error:
+            if not self.map_files:
+                raise
+            raise DataError(
+                f"{self.map_files}: a number is out of range ({first_line(error)}): remove these files of index maps, "
+                "and they are built again"
+            ) from error
+
     def take(self, indices: Sequence[int]) -> np.ndarray:
         """The samples of ``indices``, int64 [n, ...]. Raises IndexError, or DataError for a sample with an error."""
         if wrong := [index for index in indices if not 0 <= index < self._samples]:
             raise IndexError(wrong[0])
-        return self._read(indices)
+        with self.reading_maps():
+            return self._read(indices)
 
     @abstractmethod
     def _read(self, indices: Sequence[int]) -> np.ndarray:
@@ -203,9 +220,9 @@ def _known_file(data: DataConfig) -> Path:
 
 def _read_known(data: DataConfig) -> dict[str, Known]:
     """The recorded checks of the data sets of a blend, by prefix; one file for all, as there may be thousands."""
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        if len(data.prefixes) > 1:
-            return {prefix: Known(*fields) for prefix, fields in read_json(_known_file(data)).items()}
+    with contextlib.suppress(OSError, ValueError):
+        if len(data.prefixes) > 1 and not type_problem(dict[str, Known], tree := read_json(_known_file(data))):
+            return {prefix: Known(*fields) for prefix, fields in tree.items()}
     return {}
 
 

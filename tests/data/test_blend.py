@@ -7,6 +7,7 @@ import random
 import resource
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from data.conftest import SAMPLES, built
+from data.conftest import SAMPLES, TEXT_TOKENS, built
 
 from megatron.common.errors import DataError, ResourceError
 from megatron.config import DataConfig
 from megatron.data import blend_order, fingerprint, index_file, indexed_dataset, map_cache, mapped_file, splits
 from megatron.data.blend_order import BlendOrder, BlendWindow, taken_before
 from megatron.data.datasets import BlendedDataset, check_data
-from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.index_file import Totals
+from megatron.data.indexed_dataset import IndexedDataset, Known
 
 
 def shares_of(*weights: int | str) -> tuple[Fraction, ...]:
@@ -229,13 +231,45 @@ def test_a_later_start_reads_what_is_known_of_all_data_sets_from_few_files(
 
     (record,) = folder.glob("blend_*_known.json")
     names = json.loads(record.read_text())
-    for damaged in ("", "[]", '{"a": 1}', json.dumps(names | {prefixes[0]: names[prefixes[0]][:-1]})):
+    fields = Known(*names[prefixes[0]])
+    wrong = [
+        fields[:-1],
+        fields._replace(dtype="|O"),
+        fields._replace(header="zz"),
+        fields._replace(counts=(1 << 60, 1 << 60)),
+        (*fields[:3], [1], *fields[4:]),
+        fields._replace(totals=Totals(*fields.totals)._replace(empty=-1)),
+        fields._replace(parts=[(0, 1, 1 << 60)]),
+    ]
+    for damaged in ("", "[]", '{"a": 1}', *(json.dumps(names | {prefixes[0]: one}) for one in wrong)):
         record.write_text(damaged)
         assert np.array_equal(start()[0].take(range(100)), expected)
     unread = start()[0]
     os.utime(f"{prefixes[2]}.idx", ns=(1, 1))
     with pytest.raises(DataError, match="part2.* was replaced after"):
         unread.take(range(100))
+
+
+@pytest.mark.parametrize("kind", ["sources", "places", "documents", "samples", "shuffle", "runs", "order"])
+def test_a_number_out_of_range_in_a_map_that_was_checked_before_is_no_traceback(
+    prefixes: list[str], sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A bit of each number is flipped; sizes and times of the files are those of the check."""
+    monkeypatch.setattr(map_cache, "CHECKED_ONCE", 1)
+    data = blend(prefixes, "1", "2", "3")
+    if is_bert := kind in ("runs", "order"):
+        texts, words = (str(sentences / name) for name in ("text_sentence", "vocab.txt"))
+        kind_of_words = {"vocab_file": words, "tokenizer_type": "BertWordPieceLowerCase"}
+        data = DataConfig(data_path=(texts,), seq_length=40, **kind_of_words)
+    data = replace(data, data_cache_path=str(tmp_path / "cache"))
+    size = TEXT_TOKENS if is_bert else 60_000
+    built(data, vocab_size=size, masked_lm=is_bert)
+    for file in (tmp_path / "cache").glob(f"*_{kind}.npy"):
+        array, time = np.load(file), file.stat().st_mtime_ns
+        np.save(file, array | 1 << 8 * array.itemsize - 2)
+        os.utime(file, ns=(time, time))
+    with pytest.raises(DataError, match=f"{tmp_path}/cache/.*: a number is out of range"):
+        built(data, vocab_size=size, masked_lm=is_bert).train.take(range(100))
 
 
 @pytest.mark.parametrize("weights", [(3, 5, 17), (1, 1), (90, 1, 1, 1, 1, 1), (7, 123, 1000, 13)])

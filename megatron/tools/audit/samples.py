@@ -42,7 +42,8 @@ def batch_of(case: Case, iteration: int, rank: int | None) -> dict[str, Any]:
     for data_rank in data_ranks:
         for index in rank_sample_indices(first_index, segment.global_batch_size, data_rank, segment.layout["DP"]):
             sample = sample_at(index, case.saved.skipped_samples)
-            pieces = [_piece(span, tokenizer, has_sentences) for span in samples.spans(sample)]
+            with samples.reading_maps():
+                pieces = [_piece(span, tokenizer, has_sentences) for span in samples.spans(sample)]
             rows.append({"sample": sample, "data_rank": data_rank, "pieces": pieces})
     return {
         "iteration": iteration,
@@ -143,10 +144,11 @@ def seen_up_to(case: Case, iteration: int) -> Iterator[Seen]:
         assert isinstance(part, PretrainingSamples)
         lengths = part.indexed.lengths_of(np.arange(part.documents.start, part.documents.stop))
         read = counts[source], skipped[source]
-        if isinstance(part, GPT2Dataset):
-            tokens = _gpt2_tokens_read(part, lengths, *read)
-        else:
-            tokens = _span_tokens_read(part, lengths, *read)
+        with part.reading_maps():
+            if isinstance(part, GPT2Dataset):
+                tokens = _gpt2_tokens_read(part, lengths, *read)
+            else:
+                tokens = _span_tokens_read(part, lengths, *read)
         yield Seen(part.indexed.prefix, part.documents.start, lengths, tokens)
 
 
