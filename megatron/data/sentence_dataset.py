@@ -54,7 +54,7 @@ class SentenceStream:
         random, spans = self._random(0, 0), []
         while len(begin):
             is_short = random.random_sample(len(begin)) < self.short_seq_prob
-            target = np.where(is_short, random.randint(2, self.max_tokens + 1, len(begin)), self.max_tokens)
+            target = np.where(is_short, random.randint(_LEAST_TARGET, self.max_tokens + 1, len(begin)), self.max_tokens)
             end = np.maximum(np.searchsorted(tokens, tokens[begin] + target), begin + self.fewest)
             end = np.where(stop - end < self.fewest, stop, end)
             spans.append(np.stack([begin, end, target], axis=1))
@@ -63,20 +63,26 @@ class SentenceStream:
         return pairs[pairs[:, 0].argsort()]
 
     def fits(self, arrays: Mapping[str, np.ndarray]) -> bool:
-        """Whether the stored runs are in order, within documents, and have at least ``fewest`` sentences."""
-        begin, end, _ = arrays["runs"].T
+        """Whether the stored runs are in order, within documents, and have at least ``fewest`` sentences and a target
+        that ``runs`` chooses."""
+        begin, end, target = arrays["runs"].T
         document = np.searchsorted(self.bounds, begin, "right")
         if len(begin) == 0:
             return False
         return bool(
             (begin[1:] >= end[:-1]).all()
             and (end - begin >= self.fewest).all()
+            and (target >= min(_LEAST_TARGET, self.max_tokens)).all()
             and (end <= self.bounds[document]).all()
         )
 
     def _random(self, purpose: int, epoch: int) -> np.random.RandomState:
         """A separate generator for each purpose and epoch."""
         return np.random.RandomState([*seed_words(self.seed), self.salt, purpose, epoch])
+
+
+_LEAST_TARGET = 2
+"""The smallest random maximum of tokens in a sample."""
 
 
 class Run(NamedTuple):

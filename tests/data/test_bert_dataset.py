@@ -116,6 +116,13 @@ def test_masked_words_are_runs_of_one_to_three(vocab_file: Path):
     assert runs / 1000 == pytest.approx([0, 2 / 11, 63 / 121, 36 / 121], abs=0.03)
 
 
+def test_stored_runs_with_a_target_of_no_token_are_built_again(build, tmp_path: Path):
+    expected = build().runs
+    (file,) = tmp_path.glob("*_runs.npy")
+    np.save(file, expected * [1, 1, 0])
+    assert np.array_equal(build().runs, expected)
+
+
 def test_half_of_the_pairs_are_swapped(build):
     dataset = build(600)
     assert np.mean([dataset[n][2, 0] for n in range(600)]) == pytest.approx(0.5, abs=0.07)
