@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron.tools.command_line import progress_bar
 from megatron.tools.communication.check import Counterexample, Issue, Trace, check, programs
 from megatron.tools.communication.extract import Job, Prepare, extract, gather, import_lazy_modules
 from megatron.tools.communication.request import ITERATIONS, Start, make_starts, representatives
+from megatron.tools.process_pool import started_pool
 from megatron.tools.verify.request import Layout, Request, without
 
 
@@ -88,7 +88,7 @@ def verify_layouts(
     import_lazy_modules()
     chunks = [layouts[begin : begin + _CHUNK] for begin in range(0, len(layouts), _CHUNK)]
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(processes, context, die_with_parent) as pool:
+    with started_pool(processes, "--processes", die_with_parent, context) as pool:
         for results in pool.map(partial(_verify_in_sequence, request, folder), chunks):
             yield from results
 

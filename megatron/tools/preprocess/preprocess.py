@@ -5,11 +5,10 @@ the progress.
 """
 
 import errno
-import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from functools import partial
@@ -19,20 +18,21 @@ from typing import Any
 
 import numpy as np
 
-from megatron.common.errors import ConfigError, DataError, ResourceError, first_line
+from megatron.common.errors import ConfigError, DataError, ResourceError
 from megatron.common.files import replace_file, signals_raised
 from megatron.common.output_paths import file_problem
 from megatron.common.processes import exit_with_parent
 from megatron.data.fingerprint import chat_template_file, write_tokenizer
 from megatron.data.image_dataset import image_writer
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.launch.host_limits import failure_of_host, try_threads
+from megatron.launch.host_limits import failure_of_host
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.files import record_of
 from megatron.tools.preprocess.corpus import Chunk, read_chunks
 from megatron.tools.preprocess.image_conversations import read_image_chunks, tokenize_images
 from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, Job, Journal, Milestone, Summary
 from megatron.tools.preprocess.tokenize_chunk import Tokenized, chat_template_of, tokenize_chunk, tokenizer_of
+from megatron.tools.process_pool import started_pool
 
 MILESTONE_CHUNKS = 32
 """Number of chunks between two milestones; an interrupted job resumes from the last one."""
@@ -169,7 +169,7 @@ def _map_in_order(
     if workers == 1:
         yield from map(function, chunks)
         return
-    with _started(workers) as pool:
+    with started_pool(workers, "--workers", partial(exit_with_parent, os.getpid())) as pool:
         pending: deque[Future[Tokenized]] = deque()
         try:
             for chunk in chunks:
@@ -181,24 +181,6 @@ def _map_in_order(
         finally:
             for future in pending:
                 future.cancel()
-
-
-def _started(workers: int) -> ProcessPoolExecutor:
-    """A pool whose processes have started. Raises ResourceError, and leaves none, if the host does not allow them."""
-    others = multiprocessing.active_children()
-    pool = ProcessPoolExecutor(workers, initializer=exit_with_parent, initargs=(os.getpid(),))
-    try:
-        try_threads(workers + 2)  # a limit of processes counts threads, of which the pool has two
-        pool.submit(int)
-    except (OSError, RuntimeError) as error:
-        for process in {*multiprocessing.active_children()} - {*others}:  # the pool itself would wait for them
-            process.kill()
-            process.join()
-        raise ResourceError(
-            f"--workers {workers}: this host does not allow so many processes ({first_line(error)}): use fewer, or "
-            "raise ulimit -u, or the container's limit"
-        ) from error
-    return pool
 
 
 def _write_chunk(
