@@ -80,7 +80,7 @@ def max_shard_size(parser: argparse.ArgumentParser) -> None:
 def shard_size(args: argparse.Namespace) -> int:
     """``--max-shard-size`` in bytes. Raises ConfigError if it is none."""
     size = args.max_shard_size or MAX_SHARD_SIZE
-    match = re.fullmatch(r"([0-9]+)\s*([KMGT]?)(i?)B?", size, re.IGNORECASE)
+    match = re.fullmatch(r"([0-9]{1,15})\s*([KMGT]?)(i?)B?", size, re.IGNORECASE | re.ASCII)
     if match is None or int(match[1]) == 0:
         raise ConfigError(f"--max-shard-size {size} is not a size; give one such as 500MB or 2GiB")
     return int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")

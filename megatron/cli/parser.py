@@ -2,10 +2,11 @@
 
 import argparse
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import partial
 from inspect import get_annotations
 from typing import Any, NoReturn, get_origin
 
-from megatron.cli.provided import value_type
+from megatron.cli.provided import typed_number, value_type
 from megatron.cli.validation.rules import conditions_as_text
 from megatron.common.errors import ConfigError
 from megatron.config import sections
@@ -120,6 +121,11 @@ class ConfigFlag(argparse.Action):
 
 class _Parser(argparse.ArgumentParser):
     """A parser that raises ConfigError with one line, instead of printing the usage."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for kind in (int, float):  # of the flags that programs add
+            self.register("type", kind, partial(typed_number, kind))
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))

@@ -103,6 +103,12 @@ def read_number(text: str) -> float:
     return number
 
 
+def typed_number(kind: type, text: str) -> Any:
+    """A number of the type ``kind``, for argparse. Raises ValueError as ``read_number``."""
+    read_number(text)
+    return kind(text)
+
+
 def _text(text: str) -> str:
     if not text:
         raise ValueError("must not be empty")

@@ -52,13 +52,13 @@ def _adopt_slurm_task(environ: MutableMapping[str, str]) -> None:
     is_mpirun = (environ.get("PMI_RANK", number), environ.get("PMI_SIZE", size)) != (number, size)
     if is_mpirun or "RANK" in environ or "OMPI_COMM_WORLD_RANK" in environ:
         return
-    listed, node = environ["SLURM_STEP_TASKS_PER_NODE"], environ["SLURM_NODEID"]
+    listed, node, job = (environ[f"SLURM_{name}"] for name in ("STEP_TASKS_PER_NODE", "NODEID", "JOB_ID"))
     tasks = [_TASKS.fullmatch(part) for part in listed.split(",")]
-    if not (all(tasks) and re.fullmatch("[0-9]{1,6}", node)):
-        raise ValueError(f"host {node} of SLURM_STEP_TASKS_PER_NODE={listed}")
+    if not (all(tasks) and re.fullmatch("[0-9]{1,6}", node) and re.fullmatch("[0-9]{1,15}", job)):
+        raise ValueError(f"host {node} of SLURM_STEP_TASKS_PER_NODE={listed} in job {job}")
     tasks_per_host = [part[1] for part in tasks if part for _ in range(int(part[2] or 1))]
     first = re.split(r",(?![^[]*\])", environ["SLURM_STEP_NODELIST"])[0]
-    port = 20000 + int(environ["SLURM_JOB_ID"]) % 10000  # two jobs may share a host
+    port = 20000 + int(job) % 10000  # two jobs may share a host
     local_size = tasks_per_host[int(node)]
     environ.update(RANK=number, LOCAL_RANK=environ["SLURM_LOCALID"], WORLD_SIZE=size, LOCAL_WORLD_SIZE=local_size)
     environ.setdefault("MASTER_ADDR", re.sub(r"\[(\d+)[^]]*\]", r"\1", first))
@@ -155,8 +155,8 @@ def check_place(environ: Mapping[str, str]) -> None:
         missing = [variable for variable in _COMPANIONS_OF_RANK if not environ.get(variable)]
         if missing:
             raise ConfigError(f"the environment has RANK without {', '.join(missing)}: {_START}, or unset RANK")
-        if _number(environ, "MASTER_PORT", minimum=1) > 65535:
-            raise ConfigError(f"environment variable MASTER_PORT={environ['MASTER_PORT']}: ports end at 65535")
+    if number is not None and "MASTER_PORT" in environ and _number(environ, "MASTER_PORT", minimum=1) > 65535:
+        raise ConfigError(f"environment variable MASTER_PORT={environ['MASTER_PORT']}: ports end at 65535")
 
 
 def _first(environ: Mapping[str, str], variables: tuple[str, ...], *, minimum: int) -> int | None:

@@ -1,6 +1,7 @@
 """Settings of mixtures of experts and of low-rank adapters (LoRA)."""
 
 import ast
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -113,6 +114,8 @@ class ExpertConfig:
 
 
 _MOST_LAYERS = 20_000
+_LAYER_LIST = re.compile(r"[0-9\[\]()+*,\s]*")
+"""Of the numbers of Python only those that are written with the digits 0 to 9."""
 _MOST_RUNS = 100
 """Python's parser limits how many terms a sum may have."""
 
@@ -123,8 +126,11 @@ def layer_list(text: str) -> tuple[int, ...]:
 
     Raises ValueError if it is not such a list, or longer than any model.
     """
+    text = text.strip("\"' ")
     try:
-        return tuple(_elements(ast.parse(text.strip("\"' "), mode="eval").body))
+        if not _LAYER_LIST.fullmatch(text):
+            raise ValueError
+        return tuple(_elements(ast.parse(text, mode="eval").body))
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         expected = "a number from 1 on, or a list of 0 and 1, one for each layer, such as [0]*1+[1]*3"
         raise ValueError(f"must be {expected}") from None

@@ -30,6 +30,16 @@ def is_decimal(text: str) -> bool:
     return _DECIMAL.fullmatch(text) is not None
 
 
+_NUMBERS = re.compile(r"[0-9]{1,15}(,[0-9]{1,15})*")
+
+
+def whole_numbers(text: str) -> list[int]:
+    """Parse a list such as ``0,513``. Raises ValueError for anything else, such as other digits than 0 to 9."""
+    if not _NUMBERS.fullmatch(text):
+        raise ValueError("must be whole numbers, separated by commas")
+    return [int(number) for number in text.split(",")]
+
+
 @dataclass(frozen=True)
 class Flag:
     """Command-line metadata of a field."""

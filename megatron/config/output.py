@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from megatron.config.fields import count, flag, folder, positive
+from megatron.config.fields import count, flag, folder, positive, whole_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class LoggingConfig:
     @property
     def ranks(self) -> list[int] | None:
         """The numbers in ``rank``. Raises ValueError if it is not a list of numbers."""
-        return None if self.rank is None else [int(number) for number in self.rank.split(",")]
+        return None if self.rank is None else whole_numbers(self.rank)
 
 
 _STEPS = re.compile(r"([0-9]{1,15}):([0-9]{1,15})")

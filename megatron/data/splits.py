@@ -26,11 +26,11 @@ from megatron.data.map_cache import cache_folder, digest, from_random_start
 def split_weights(split: str) -> tuple[float, float, float]:
     """Parse ``"969, 30, 1"``: up to three weights, separated by commas, slashes or blanks; missing ones are 0.
 
-    Raises ConfigError unless there are one to three numbers, none negative and one above 0.
+    Raises ConfigError unless there are one to three numbers, none negative, and their sum is finite and above 0.
     """
     parts = re.split(r"\s*[,/]\s*|\s+", split.strip())
     weights = [float(part) for part in parts] if all(map(is_decimal, parts)) else []
-    if not 1 <= len(weights) <= 3 or not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
+    if not 1 <= len(weights) <= 3 or not min(weights) >= 0 or not 0 < sum(weights) < math.inf:
         raise ConfigError(
             f'--split "{split}": expected one to three weights for training, validation and test, such as "969, 30, 1"'
         )

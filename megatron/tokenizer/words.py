@@ -150,7 +150,7 @@ class NullTokenizer(Tokenizer):
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         for word in " ".join(texts).split():
-            if not word.isdecimal() or len(word) > 18 or int(word) >= self.eod:
+            if not (word.isascii() and word.isdecimal()) or len(word) > 18 or int(word) >= self.eod:
                 raise DataError(f"{word!r} is no token: NullTokenizer takes numbers from 0 to {self.eod - 1}")
         return [[int(word) for word in text.split()] for text in texts]
 

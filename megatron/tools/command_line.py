@@ -7,12 +7,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from megatron.cli.layer import group, is_flag, read_layer
 from megatron.cli.parser import build_parser
-from megatron.cli.provided import read_number
+from megatron.cli.provided import typed_number
 from megatron.common.environment import rank
 from megatron.common.errors import (
     ConfigError,
@@ -86,7 +87,7 @@ class ToolParser(argparse.ArgumentParser):
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
         for kind in (int, float):
-            self.register("type", kind, lambda text, kind=kind: _number(kind, text))
+            self.register("type", kind, partial(typed_number, kind))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, of arguments in UTF-8 only."""
@@ -154,12 +155,6 @@ class ToolParser(argparse.ArgumentParser):
 
 def _unknown(name: str, flags: Iterable[str]) -> str:
     return f"unknown flag {name}: {did_you_mean(name, flags, otherwise='see --help')}"
-
-
-def _number(kind: type, text: str) -> Any:
-    """A number of the type ``kind``. Raises ValueError as ``read_number``."""
-    read_number(text)
-    return kind(text)
 
 
 def output_file(text: str) -> Path:

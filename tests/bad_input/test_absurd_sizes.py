@@ -5,19 +5,23 @@ Numbers are written in ASCII digits.
 
 import json
 import os
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.command_lines import CPU, SMALL, complaints, parse, read
 from support.evaluating import load_tool
 
 from megatron.cli import parse_run
-from megatron.common.errors import ConfigError, ResourceError
+from megatron.common.environment import check_place
+from megatron.common.errors import ConfigError, ResourceError, UserError
 from megatron.config import RunConfig
+from megatron.tokenizer import build_tokenizer
 from megatron.tools.command_line import ToolParser
+from megatron.tools.planning.request import bytes_of_text
 from megatron.tools.rehearsal.rehearse import ranks_of_text
 from megatron.tools.verify.request import parse_layout
 from megatron.training.preflight import _check_outputs, _check_sizes
@@ -102,15 +106,21 @@ def test_only_digits_make_a_number(text: str) -> None:
 OTHER_READERS: list[Callable[[str], object]] = [
     lambda digit: load_tool("plot_metrics").named_losses([f"a={digit}"]),
     lambda digit: load_tool("_conversion").shard_size(Namespace(max_shard_size=f"{digit}GB")),
+    lambda digit: load_tool("_conversion").shard_size(Namespace(max_shard_size=f"1{digit}")),
+    lambda digit: bytes_of_text(f"{digit}GB"),
+    lambda digit: bytes_of_text(f"1{digit}B"),
     lambda digit: ranks_of_text(digit, None),
     lambda digit: parse_layout(f"tp{digit}-pp0-dp1"),
+    lambda digit: check_place({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "MASTER_PORT": digit}),
+    lambda digit: build_tokenizer("NullTokenizer", None, None, vocab_size=9).tokenize(digit),
 ]
 
 
-@pytest.mark.parametrize("digit", ["１", "١"])  # noqa: RUF001
-@pytest.mark.parametrize("reader", OTHER_READERS, ids=["a loss", "a size", "ranks", "a layout"])
-def test_only_digits_make_a_number_within_a_value(reader: Callable[[str], object], digit: str) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize("digit", ["１", "١", "\N{KELVIN SIGN}", "9" * 5000])  # noqa: RUF001
+@pytest.mark.parametrize("reader", OTHER_READERS)
+def test_only_digits_make_a_number_within_a_value(reader: Callable[[str], Any], digit: str) -> None:
+    """Nor is the sign of Kelvin a K."""
+    with pytest.raises((UserError, ArgumentTypeError)):
         list(reader(digit))
 
 
@@ -123,6 +133,9 @@ def test_only_digits_make_a_number_within_a_value(reader: Callable[[str], object
         "--pipe-parallel-size 1 --pipeline-partition ٢",
         "--pre-tokens ((5",
         "--trace out --trace-steps ١:٢",
+        "--dry-run --world-size 2 --rank ١",
+        "--dry-run --world-size 20 --rank 1_0",
+        "--moe-layer-freq [1]*0x2",
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused(words: str) -> None:

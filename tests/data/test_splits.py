@@ -28,7 +28,9 @@ def test_documents_are_split_by_weight(documents: int, split: str, bounds: tuple
     assert split_documents(documents, split) == (range(first), range(first, second), range(second, third))
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "969,,1", "1,2,3,4", "-1,2", "0,0,0", "nan,1", "inf", "1e999"])
+@pytest.mark.parametrize(
+    "split", ["", "a,b", "969,,1", "1,2,3,4", "-1,2", "0,0,0", "nan,1", "inf", "1e999", "1e308,1e308,0"]
+)
 def test_a_bad_split_is_refused(split: str) -> None:
     with pytest.raises(ConfigError, match="--split"):
         split_documents(10, split)

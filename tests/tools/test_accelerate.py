@@ -35,6 +35,7 @@ SAVES_WEIGHTS = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_
         ("MIXED_PRECISION=bf16", "--bf16", None),
         ("DEEPSPEED_ZERO_STAGE=2", "", "zero_stage 2 of accelerate and --zero-stage of this run, 0, contradict"),
         ("GRADIENT_ACCUMULATION_STEPS=4", "--gas 4", None),
+        ("GRADIENT_ACCUMULATION_STEPS=1.2.3", "", "gradient_accumulation_steps 1.2.3 of accelerate and --gas of this"),
         ("GRADIENT_ACCUMULATION_STEPS=4", "--gas 2", "gradient_accumulation_steps 4 of accelerate and --gas of this"),
         ("DEEPSPEED_CONFIG_FILE=a.json", "", "deepspeed_config_file a.json of accelerate is not read here: add"),
     ],

@@ -99,6 +99,7 @@ def test_the_command_line_wins_over_defaults_and_has_the_programs_flags(parse) -
     [
         ("--mydepth 4", {}, "unknown flag --mydepth: did you mean --my_depth?"),
         ("--my-depth x", {}, "--my_depth: invalid int value: 'x'"),
+        ("--my-depth 1_0", {}, "--my_depth: invalid int value: '1_0'"),
         ("--my-name c", {}, "--my-name: invalid choice: 'c'"),
         ("--my-name=--a", {}, "--my-name: invalid choice: '--a'"),
         ("--my-depth 2 3", {}, "unexpected argument '3': every value follows its flag"),

@@ -11,7 +11,7 @@ from megatron.cli.provided import Provided
 from megatron.cli.validation.rules import FUNCTIONS, Rule, relation_rules
 from megatron.common.errors import counted
 from megatron.config import RunConfig, flag_fields, flag_value
-from megatron.config.fields import flag_name, flag_of, has_flag, inside, interval_as_text, is_above
+from megatron.config.fields import flag_name, flag_of, has_flag, inside, interval_as_text, is_above, is_decimal
 from megatron.model.spec import ArchitectureSpec
 
 # Importing these modules registers their rules, in this order.
@@ -112,7 +112,7 @@ def accelerate_conflicts(run: RunConfig, environ: Mapping[str, str], config_file
     }
     for name, (flags, ours) in {"MIXED_PRECISION": ("--bf16 and --fp16", run.precision.dtype), **flagged}.items():
         theirs = environ.get(f"ACCELERATE_{name}", "").lower()
-        same = float(theirs) == ours if theirs.replace(".", "").isdecimal() else theirs == ours
+        same = float(theirs) == ours if is_decimal(theirs) else theirs == ours
         if theirs not in ("", "no", "auto") and not same:
             name = name.removeprefix("DEEPSPEED_").lower()
             yield f"{name} {theirs} of accelerate and {flags} of this run, {ours}, contradict each other: change one"

@@ -219,7 +219,7 @@ def arguments_of(given: Mapping[str, Provided]) -> list[str]:
 
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_BYTES = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]+)?) *([KMGT]I?B)", re.IGNORECASE)
+_BYTES = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]+)?) *([KMGT]I?B)", re.IGNORECASE | re.ASCII)
 
 
 def bytes_of_text(text: str) -> float:

@@ -13,6 +13,7 @@ from megatron.common.environment import expected_device
 from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError
 from megatron.common.formats import duration, with_prefix
 from megatron.config import RunConfig
+from megatron.config.fields import whole_numbers
 from megatron.config.output import CheckpointConfig, ObserveConfig
 from megatron.model.partition import plan
 from megatron.model.spec import ArchitectureSpec
@@ -110,10 +111,10 @@ def ranks_of_text(text: str, run: RunConfig) -> list[int]:
     """The ranks of ``--ranks``. Raises ConfigError."""
     if text == "representative":
         return representative_ranks(run)
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdecimal() for part in parts):
-        raise ConfigError(f"--ranks {text}: write numbers such as 0,9, or representative")
-    return check_ranks(list(map(int, parts)), run)
+    try:
+        return check_ranks(whole_numbers(text), run)
+    except ValueError:
+        raise ConfigError(f"--ranks {text}: write numbers such as 0,9, or representative") from None
 
 
 def check_ranks(ranks: list[int], run: RunConfig) -> list[int]:

@@ -19,7 +19,7 @@ GRAMMAR = "tpA-ppB-dpC[-epE][-zeroZ][-sp][-cpN][-ulyssesN][-interleavedV|-zbh1|-
 _SIZES = ("tp", "pp", "dp", "ep", "zero", "cp", "ulysses", "interleaved")
 _SCHEDULES = ("zbh1", "zbv", "dualpipev")
 _OPTIONS = ("sp", *_SCHEDULES, "plain")
-_PART = re.compile(rf"(?:({'|'.join(_SIZES)})([0-9]+))|({'|'.join(_OPTIONS)})")
+_PART = re.compile(rf"(?:({'|'.join(_SIZES)})([0-9]{{1,9}}))|({'|'.join(_OPTIONS)})")
 
 
 @dataclass(frozen=True)
