@@ -33,7 +33,8 @@ def test_layers_with_experts(words: str, expected: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["[]", "[2]", "[0", "[1]*0", "[1]*-1", "[1]*99999999999", "[1]*[1]", "[1]-[1]", "[x]", "[__import__('os')]",
-     "[1]*0x2", "[1]*1_0", "[0b1]", "[True]", "[1.0]", "[1]*20000+[1]", "[1 for _ in '1']", "[[1]]", "[1]+1", "(" * 5000 + "[1]", "+".join(["[1]"] * 30000)],
+     "[1]*0x2", "[1]*1_0", "[0b1]", "[True]", "[1.0]", "[1]*20000+[1]", "[1 for _ in '1']", "[[1]]", "[1]+1",
+     "(" * 5000 + "[1]", "+".join(["[1]"] * 30000)],
 )  # fmt: skip
 def test_a_list_of_layers_is_read_without_being_run(text: str) -> None:
     with pytest.raises(ValueError, match="must be a number from 1 on, or a list"):
