@@ -6,8 +6,7 @@ The library ``tokenizers`` runs a tokenizer.json. The ids are the same as the id
 
 import json
 import os
-import string
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +24,7 @@ from megatron.tokenizer.base import (
     read_text,
     require_files,
 )
+from megatron.tokenizer.growth import LONGEST_TOKEN, check_growth
 
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 """Files next to a tokenizer.json that name its special tokens, the most specific first."""
@@ -63,6 +63,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         if self.has_dropout:  # with dropout of merges, the tokens of a text would be random
             encoder.model.dropout = None
         self.pieces = encoder.get_vocab(with_added_tokens=True)
+        _check_pieces(self.path, encoder, self.pieces)
         added = encoder.get_added_tokens_decoder()
         self._normalized = _normalized_tokens(self.path, encoder) if encoder.normalizer else []
         self.special_tokens = {token.content: id for id, token in sorted(added.items()) if token.special}
@@ -134,6 +135,17 @@ class HuggingFaceTokenizer(RustTokenizer):
         return self.pieces[token]
 
 
+def _check_pieces(path: str, encoder: tokenizers.Tokenizer, pieces: Mapping[str, int]) -> None:
+    """Raises DataError for two words with one id, and for a token that is too long; added tokens may replace words."""
+    if len(longest := max(pieces, key=len, default="")) > LONGEST_TOKEN:
+        raise DataError(f"{path}: a token has {len(longest):,} characters, more than {LONGEST_TOKEN:,}")
+    if len({*pieces.values()}) < len(pieces):
+        words: dict[int, str] = {}
+        for word, id in encoder.get_vocab(with_added_tokens=False).items():
+            if (other := words.setdefault(id, word)) != word:
+                raise DataError(f"{path}: {shown(other)} and {shown(word)} have the id {id}: give each its own")
+
+
 def _normalized_tokens(path: str, encoder: tokenizers.Tokenizer) -> list[str]:
     """The added tokens that are read in normalized texts; others are special, and no word of the model."""
     added = encoder.get_added_tokens_decoder()
@@ -175,9 +187,9 @@ def _read_encoder(path: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
             parse_json(text)  # the library takes the last one of a repeated key
         except json.JSONDecodeError as error:
             raise ValueError(f"{error}; is the file complete?") from None
-        _encode_samples(encoder := make())
-        if encoder.normalizer:
-            _check_normalizer(encoder.normalizer)
+        check_growth(encoder := make())
+        with suppress(DataError), library_errors(path):  # an error of this text, not of the tokenizer
+            encoder.encode("a")
 
     # A broken file may make the library panic or abort the process: try it in a child process first.
     if failure := failure_in_child(try_out, seconds=_SECONDS, most_bytes=_MEMORY):
@@ -202,32 +214,6 @@ def _read_encoder(path: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 _SECONDS, _MEMORY = 30.0, 4 << 30
-_SAMPLE = ["a", "Hello, w\u00f6rld of 12 tokens\t\n", "\u4e16\u754c \U0001f44d"]
-
-
-def _encode_samples(encoder: tokenizers.Tokenizer) -> None:
-    """Tokenize some texts. Exceptions are ignored: they are errors of a text, not of the tokenizer."""
-    with suppress(Exception):
-        encoder.encode_batch_fast(_SAMPLE, add_special_tokens=False)
-
-
-def _check_normalizer(normalizer: Any) -> None:
-    """Raises ValueError if texts become more than ``_MOST_GROWTH`` times as long, which takes too much memory."""
-    for sample in (string.printable, *_patterns(json.loads(normalizer.__getstate__()))):
-        if (size := len(normalizer.normalize_str(sample))) > _MOST_GROWTH * max(len(sample), 1):
-            raise ValueError(f"its normalizer makes {size:,} characters of {len(sample):,}")
-
-
-def _patterns(steps: Mapping[str, Any]) -> Iterator[str]:
-    """The texts that a normalizer of these settings replaces."""
-    for step in steps.get("normalizers", [steps]):
-        if step.get("normalizers"):
-            yield from _patterns(step)
-        elif "String" in step.get("pattern", {}):
-            yield step["pattern"]["String"]
-
-
-_MOST_GROWTH = 100
 _MOST_TOKENS = 1 << 24
 _ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 """Arguments of ``tokenizers.AddedToken``."""

@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sentencepiece import SentencePieceTrainer
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import WordLevel
 
 from megatron.common.errors import ConfigError, DataError, one_line
 from megatron.common.processes import failure_in_child
 from megatron.common.screen import LossyStream, buffered_stderr, release_stderr
-from megatron.tokenizer import published
+from megatron.tokenizer import growth, published
+from megatron.tokenizer.growth import check_growth
 from megatron.tokenizer.published import HuggingFaceTokenizer
 from megatron.tools.preprocess.job import Job
 from megatron.tools.preprocess.preprocess import preprocess
@@ -21,6 +26,11 @@ from megatron.tools.preprocess.preprocess import preprocess
 END = {"content": "</s>", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 WORDS = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "</s>": 2}, "unk_token": "a"}
 GROW = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+LIGATURE = {"type": "Replace", "pattern": {"String": "\u0644"}, "content": "\ufdfa"}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+BEGIN = {"id": "</s>", "ids": [2] * 20_000, "tokens": ["</s>"] * 20_000}
+PARTS = [{"SpecialToken": {"id": "</s>", "type_id": 0}}] * 20_000 + [{"Sequence": {"id": "A", "type_id": 0}}]
+BEGINNINGS = {"type": "TemplateProcessing", "single": PARTS, "pair": PARTS, "special_tokens": {"</s>": BEGIN}}
 
 
 def written(folder: Path, changes: dict[str, Any], config: dict[str, Any] | None = None) -> str:
@@ -36,6 +46,14 @@ BROKEN: dict[str, dict[str, Any]] = {
     "an id of 32 bits": {"model": {**WORDS, "vocab": {**WORDS["vocab"], "c": 2**32 - 1}}},
     "an id of 33 bits": {"model": {**WORDS, "vocab": {**WORDS["vocab"], "c": 2**33}}},
     "a text that grows": {"normalizer": {"type": "Sequence", "normalizers": [GROW] * 4}},
+    "some letters that grow": {"normalizer": {**GROW, "pattern": {"Regex": "[\u0400-\u04ff]"}}},
+    "ligatures of ligatures": {"normalizer": {"type": "Sequence", "normalizers": [LIGATURE, {"type": "NFKC"}] * 3}},
+    "bytes of bytes": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 20}},
+    "a decoder that grows": {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, GROW, GROW]}},
+    "blanks between blanks": {"decoder": {"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 40}},
+    "beginnings without end": {"post_processor": BEGINNINGS},
+    "a long token": {"model": {**WORDS, "vocab": {**WORDS["vocab"], "c" * 5000: 3}}},
+    "two words of one id": {"model": {**WORDS, "vocab": {**WORDS["vocab"], "c": 1}}},
 }
 
 
@@ -45,6 +63,58 @@ def test_what_the_library_cannot_bear_is_refused(tmp_path: Path, case: str, monk
     with pytest.raises(DataError, match="tokenizer.json") as caught:
         HuggingFaceTokenizer(written(tmp_path, BROKEN[case]))
     assert "complete" not in str(caught.value), "which it is"
+
+
+def charsmap() -> bytes:
+    """SentencePiece's table of NFKC."""
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["be kind"]), model_writer=(model := io.BytesIO()), vocab_size=10, minloglevel=2
+    )
+    (proto := ModelProto()).ParseFromString(model.getvalue())
+    return proto.normalizer_spec.precompiled_charsmap
+
+
+def test_published_steps_are_allowed_and_bounds_hold() -> None:
+    """The steps of BERT, Llama 2, Llama 3, ALBERT and CLIP; no text grows more than the bound says."""
+    n, p, d, blanks = normalizers, pre_tokenizers, decoders, Regex(" {2,}")
+    kinds = {
+        "bert": ([n.BertNormalizer()], [p.BertPreTokenizer()], [d.WordPiece()]),
+        "llama2": ([n.Prepend("_"), n.Replace(" ", "_")], [], [d.Replace("_", " "), d.ByteFallback(), d.Fuse()]),
+        "llama3": ([], [p.Split(Regex(r"\w+"), "isolated"), p.ByteLevel()], [d.ByteLevel()]),
+        "albert": (
+            [
+                n.Replace("``", '"'),
+                n.NFKD(),
+                n.StripAccents(),
+                n.Lowercase(),
+                n.Precompiled(charsmap()),
+                n.Replace(blanks, " "),
+            ],
+            [p.WhitespaceSplit(), p.Metaspace()],
+            [d.Metaspace()],
+        ),
+        "clip": ([n.NFC(), n.Replace(Regex(r"\s+"), " "), n.Lowercase()], [p.ByteLevel()], [d.ByteLevel()]),
+    }
+    worst = ["\ufdfa", "\u0130", "\u1f82", "\u4e16\u754c", "\U0001d160", "a  b", "", " ", "\U0001f44d"]
+    for before, splits, after in kinds.values():
+        encoder = Tokenizer(WordLevel({"a": 0}, "a"))
+        encoder.normalizer, encoder.pre_tokenizer = n.Sequence(before), p.Sequence(splits)
+        encoder.decoder = d.Sequence(after)
+        check_growth(encoder)
+    for step in (
+        *(step for before, _, _ in kinds.values() for step in before),
+        *(
+            n.NFKC(),
+            n.NFD(),
+            n.Replace(Regex("x*"), "yz"),
+            n.Replace("", "yz"),
+            n.Nmt(),
+            n.ByteLevel(),
+            n.Prepend("yz"),
+        ),
+    ):
+        bound = growth._bound(json.loads(step.__getstate__()))
+        assert all(len(step.normalize_str(text)) < bound * (len(text) + 1) for text in worst), step
 
 
 def test_a_text_without_tokens_is_an_error_of_the_text(tmp_path: Path) -> None:
