@@ -15,7 +15,7 @@ from typing import IO, Any
 from megatron.checkpoint.commit import remove_path
 from megatron.checkpoint.folder_lock import start_time
 from megatron.checkpoint.manifest import MANIFEST
-from megatron.common.errors import ConfigError, ResourceError
+from megatron.common.errors import ConfigError, ResourceError, limit_advice
 from megatron.common.files import UNFINISHED, lacks_inodes, replace_file, signals_raised, sync, sync_folder
 from megatron.common.output_paths import folder_problem
 from megatron.common.processes import machine_id
@@ -156,9 +156,9 @@ def _os_errors(path: Path, flag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            lacked = "has no inodes left; remove files" if lacks_inodes(path.parent) else "is full; free some space"
-            raise ResourceError(f"{flag} {path}: the disk {lacked} and run this again") from error
-        if error.errno == errno.EFBIG:
-            raise ResourceError(f"{flag} {path}: cannot be written ({error.strerror}); raise ulimit -f") from error
-        raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror}); name another place") from error
+        problem = f"{flag} {path}: cannot be written ({error.strerror})"
+        if (advice := limit_advice(error)) is None:
+            raise ConfigError(f"{problem}; name another place") from error
+        if error.errno == errno.ENOSPC and lacks_inodes(path.parent):
+            advice = "the disk has no inodes left: remove files"
+        raise ResourceError(f"{problem}; {advice}") from error

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_128, xxh3_128_digest
 
-from megatron.common.errors import CheckpointError, ResourceError
+from megatron.common.errors import CheckpointError, ResourceError, limit_advice
 from megatron.common.files import file_mode, folder_mode, lacks_inodes, replace_file, sync_folder
 from megatron.common.reading import regular
 
@@ -26,7 +26,6 @@ FILE_OVERHEAD = 1 << 16
 _BLOCK = 1 << 20
 _READERS = min(4, len(os.sched_getaffinity(0)))
 """Number of threads that verify a file."""
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Record(NamedTuple):
@@ -162,13 +161,14 @@ def disk_errors(folder: Path, what: str, size: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _DISK_FULL:
-            problem = f"{_no_space(folder, what, size)} ({error.strerror})"
-            advice = "raise ulimit -f" if error.errno == errno.EFBIG else SAVE_ADVICE
-            raise ResourceError(f"--save {folder}: {problem}: {advice}") from error
         file = f"{error.filename}: " if error.filename else ""
         problem = f"{what} cannot be written ({file}{error.strerror or error})"
-        raise CheckpointError(f"--save {folder}: {problem}: check the disk, or name another folder") from error
+        if (advice := limit_advice(error)) is None:
+            raise CheckpointError(f"--save {folder}: {problem}: check the disk, or name another folder") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            problem = f"{_no_space(folder, what, size)} ({error.strerror})"
+        advice = SAVE_ADVICE if error.errno in (errno.ENOSPC, errno.EDQUOT) else advice
+        raise ResourceError(f"--save {folder}: {problem}: {advice}") from error
 
 
 def _no_space(folder: Path, what: str, size: int) -> str:

@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import os
 import re
 from collections.abc import Iterable
 
@@ -121,6 +122,48 @@ def unusable_path(error: BaseException) -> str | None:
         return None
     advice = " or change its permissions" if error.errno == errno.EACCES else ""
     return one_line(f"{error.filename}: {error.strerror}; name another file{advice}")
+
+
+_FULL = "free some space, or name a folder on another disk"
+_MEMORY = "free memory, or raise ulimit -v"
+_THREADS = "raise ulimit -u, or the container's limit of threads"
+_ADVICE = {
+    errno.EMFILE: "raise ulimit -n",
+    errno.ENFILE: "raise the host's limit of open files (sysctl fs.file-max)",
+    errno.ENOMEM: _MEMORY,
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EFBIG: "raise ulimit -f",
+    errno.EAGAIN: _THREADS,
+}
+_ADVICE_BY_TEXT = {
+    **{os.strerror(number): advice for number, advice in _ADVICE.items()},
+    "can't start new thread": _THREADS,
+    "can't allocate memory": _MEMORY,
+    "failed to map segment": _MEMORY,  # the dynamic loader
+    "No usable temporary directory": "free some space, or set TMPDIR to a folder on another disk",
+    # Workers of the DataLoader: by the kernel if memory is short, or shared memory is full.
+    "is killed by signal: Killed": "free memory, or use fewer --num-workers",
+    "is killed by signal: Bus error": "free memory, or enlarge /dev/shm",
+    "exited unexpectedly": "free memory, or use fewer --num-workers",
+}
+
+
+def limit_advice(error: BaseException) -> str | None:
+    """What to do about an error of any library that a limit of this host has caused; None for other errors."""
+    if isinstance(error, MemoryError):
+        return _MEMORY
+    if isinstance(error, OSError) and error.errno in _ADVICE:
+        return _ADVICE[error.errno]
+    if not isinstance(error, RuntimeError | ImportError | FileNotFoundError):
+        return None
+    return next((advice for text, advice in _ADVICE_BY_TEXT.items() if text in first_line(error)), None)
+
+
+def failure_of_host(error: BaseException) -> str | None:
+    """A message about an error with ``limit_advice``; None for other errors."""
+    advice = limit_advice(error)
+    return advice and f"a limit of this host is reached ({first_line(error)}): {advice}"
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -1,6 +1,5 @@
 """Checks the limits of the host: open files, address space, threads, required file systems, and the loopback."""
 
-import errno
 import os
 import resource
 import socket
@@ -11,23 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron.common.environment import local_rank, ranks_on_host
-from megatron.common.errors import ResourceError, first_line
+from megatron.common.errors import ResourceError
 
 _FILES, _MOST_FILES = 128, 4096
 _ADDRESSES, LEAST_DATA = 1 << 30, 3 << 27
 _THREADS, _STACK = 24, 1 << 16
 """Threads of a rank, with its processes that read data, and bytes of their stacks while they are tried out."""
-_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EAGAIN)
-_TEXTS = (
-    *map(os.strerror, _ERRNOS),
-    "can't start new thread",
-    "can't allocate memory",
-    "failed to map segment",  # the dynamic loader
-    "No usable temporary directory",
-    "is killed by signal: Killed",  # a worker of the DataLoader, by the kernel if memory is short
-    "is killed by signal: Bus error",  # the same, in shared memory that is full
-    "exited unexpectedly",
-)
 
 
 def check_host(environ: Mapping[str, str]) -> None:
@@ -107,14 +95,3 @@ def _connect_to_itself() -> None:
         with socket.socket() as client:
             client.settimeout(5)
             client.connect(server.getsockname())
-
-
-def failure_of_host(error: BaseException) -> str | None:
-    """A message for an error about a limit of this host, raised by any library; None for other errors."""
-    text = first_line(error)
-    is_limit = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _ERRNOS)
-    if not is_limit and not (
-        isinstance(error, RuntimeError | ImportError | FileNotFoundError) and any(part in text for part in _TEXTS)
-    ):
-        return None
-    return f"a limit of this host is reached ({text}): see ulimit -a, and the free space of disks, memory and /dev/shm"

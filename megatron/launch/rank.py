@@ -15,12 +15,20 @@ from typing import NoReturn
 
 from megatron.common.environment import adopt_slurm_task, check_place, local_rank
 from megatron.common.environment import rank as rank_of
-from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError, one_line, unusable_path
+from megatron.common.errors import (
+    ConfigError,
+    LaunchError,
+    ResourceError,
+    UserError,
+    failure_of_host,
+    one_line,
+    unusable_path,
+)
 from megatron.common.files import restrict_new_files
 from megatron.common.packages import required_packages
 from megatron.common.processes import exit_with_launcher, ignore_exit_signals, leave_torchrun
 from megatron.common.screen import ignore_lost_output, release_stderr
-from megatron.launch.host_limits import check_host, failure_of_host
+from megatron.launch.host_limits import check_host
 
 EXIT_CODE_FOLDER = "RANK_EXIT_CODES"
 """Environment variable: a folder in which each rank writes its exit code."""

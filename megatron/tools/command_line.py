@@ -20,6 +20,7 @@ from megatron.common.errors import (
     ResourceError,
     UserError,
     did_you_mean,
+    failure_of_host,
     nearest,
     one_line,
     unusable_path,
@@ -29,7 +30,7 @@ from megatron.common.output_paths import file_problem, folder_problem
 from megatron.common.reading import check_regular, unreadable_arguments
 from megatron.common.screen import ignore_lost_output
 from megatron.config.fields import inside, interval_as_text
-from megatron.launch.host_limits import check_working_folder, failure_of_host
+from megatron.launch.host_limits import check_working_folder
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 

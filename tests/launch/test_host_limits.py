@@ -10,10 +10,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.evaluating import load_tool
 
-from megatron.common.errors import ResourceError
+from megatron.checkpoint.files import disk_errors
+from megatron.common.errors import ResourceError, failure_of_host, limit_advice
 from megatron.launch import host_limits
-from megatron.launch.host_limits import check_host, failure_of_host
+from megatron.launch.host_limits import check_host
 
 RANK = "import sys; sys.argv=['train']; from megatron.launch.rank import run_rank; run_rank(lambda: 0)"
 
@@ -121,27 +123,41 @@ def test_the_first_rank_of_a_host_tries_the_threads_of_all(
 
 
 @pytest.mark.parametrize(
-    ("error", "is_limit"),
+    ("error", "advice"),
     [
-        (OSError(errno.EMFILE, "Too many open files"), True),
-        (OSError(errno.ENOSPC, "No space left on device"), True),
-        (MemoryError(), True),
-        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), True),
-        (FileNotFoundError(errno.ENOENT, "No such file or directory"), False),
-        (RuntimeError("[enforce fail at device.cc:186] rv != -1. Too many open files"), True),
-        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True),
-        (OSError(errno.EACCES, "Permission denied"), False),
-        (RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed. "), True),
-        (RuntimeError("DataLoader worker (pid 9) is killed by signal: Bus error. "), True),  # shared memory
-        (RuntimeError("DataLoader worker (pid 9) is killed by signal: Aborted. "), False),
-        (RuntimeError("Resource temporarily unavailable"), True),  # a thread of gloo
-        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), True),  # a process
-        (RuntimeError("shape mismatch"), False),
-        (KeyError("Too many open files"), False),
+        (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
+        (OSError(errno.ENOSPC, "No space left on device"), "space"),
+        (OSError(errno.EFBIG, "File too large"), "ulimit -f"),
+        (MemoryError(), "memory"),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), "TMPDIR"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), None),
+        (RuntimeError("[enforce fail at device.cc:186] rv != -1. Too many open files"), "ulimit -n"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "memory"),
+        (OSError(errno.EACCES, "Permission denied"), None),
+        (RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed. "), "memory"),
+        (RuntimeError("DataLoader worker (pid 9) is killed by signal: Bus error. "), "/dev/shm"),
+        (RuntimeError("DataLoader worker (pid 9) is killed by signal: Aborted. "), None),
+        (RuntimeError("Resource temporarily unavailable"), "ulimit -u"),  # a thread of gloo
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "ulimit -u"),  # a process
+        (RuntimeError("shape mismatch"), None),
+        (KeyError("Too many open files"), None),
     ],
 )
-def test_limits_are_told_from_bugs(error: Exception, is_limit: bool) -> None:
-    assert (failure_of_host(error) is not None) == is_limit
+def test_limits_are_told_from_bugs(error: Exception, advice: str | None) -> None:
+    assert (limit_advice(error) is None) == (failure_of_host(error) is None) == (advice is None)
+    assert advice is None or advice in str(failure_of_host(error))
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EFBIG, errno.ENOMEM, errno.EAGAIN])
+def test_what_to_do_about_a_file_that_cannot_be_written_fits_the_limit(tmp_path: Path, number: int) -> None:
+    error = OSError(number, os.strerror(number))
+    for written in (
+        disk_errors(tmp_path, "the checkpoint", 0),
+        load_tool("_atomic_file").atomic_file(tmp_path / "x", "-o"),
+    ):
+        with pytest.raises(ResourceError) as caught, written:
+            raise error
+        assert str(limit_advice(error)) in str(caught.value)
 
 
 def test_the_line_is_the_last_one_although_half_made_objects_fail(tmp_path: Path) -> None:

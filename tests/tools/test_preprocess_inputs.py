@@ -249,15 +249,19 @@ def test_workers_that_cannot_start_are_an_error_and_none_is_left(
     assert not multiprocessing.active_children() and not [*tmp_path.glob("out*")]
 
 
-def test_a_limit_of_the_size_of_files_is_named(tmp_path: Path, convert: Callable[..., Summary]) -> None:
+@pytest.mark.parametrize("kind, limit", [("f", 1000), ("n", 1)])
+def test_a_limit_of_the_size_or_the_number_of_files_is_named(
+    tmp_path: Path, convert: Callable[..., Summary], kind: str, limit: int
+) -> None:
     (tmp_path / "in.jsonl").write_bytes(jsonl(TEXTS))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    number = {"f": resource.RLIMIT_FSIZE, "n": resource.RLIMIT_NOFILE}[kind]
+    limits = resource.getrlimit(number)
+    resource.setrlimit(number, (limit + (kind == "n") * len(os.listdir("/proc/self/fd")), limits[1]))
     try:
-        with pytest.raises(ResourceError, match="ulimit -f"):
+        with pytest.raises(ResourceError, match=f"ulimit -{kind}"):
             convert(tmp_path / "in.jsonl")
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        resource.setrlimit(number, limits)
     assert not [*tmp_path.glob("out*")]
 
 

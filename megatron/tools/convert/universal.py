@@ -29,7 +29,7 @@ from megatron.checkpoint.schema import Updates, check_counts, check_loss_scale, 
 from megatron.checkpoint.stored import in_memory
 from megatron.checkpoint.tensor_files import write_file
 from megatron.checkpoint.tracker import UNIVERSAL
-from megatron.common.errors import ConfigError, ResourceError
+from megatron.common.errors import ConfigError, ResourceError, limit_advice
 from megatron.common.files import UNFINISHED, signals_raised, sync, sync_folder
 from megatron.common.reading import read_bytes
 from megatron.model.spec import ParameterSpec
@@ -104,7 +104,7 @@ def convert(saved: SavedRun, target: Path) -> None:
     except OSError as error:
         raise ResourceError(
             f"{target}: cannot be written ({error.strerror}); {saved.path} has to be converted: "
-            "free disk space or grant write permission there, or copy the checkpoint elsewhere"
+            f"{limit_advice(error) or 'grant write permission there, or copy the checkpoint elsewhere'}"
         ) from error
 
 

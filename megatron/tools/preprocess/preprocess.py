@@ -4,7 +4,6 @@ Only a few chunks are in memory at any time. At regular intervals all output is 
 the progress.
 """
 
-import errno
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -18,14 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron.common.errors import ConfigError, DataError, ResourceError
+from megatron.common.errors import ConfigError, DataError, ResourceError, limit_advice
 from megatron.common.files import replace_file, signals_raised
 from megatron.common.output_paths import file_problem
 from megatron.common.processes import exit_with_parent
 from megatron.data.fingerprint import chat_template_file, write_tokenizer
 from megatron.data.image_dataset import image_writer
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.launch.host_limits import failure_of_host
 from megatron.tokenizer import Tokenizer
 from megatron.tools.chat.files import record_of
 from megatron.tools.preprocess.corpus import Chunk, read_chunks
@@ -72,10 +70,9 @@ def preprocess(
     except OSError as error:
         place = error.filename or job.output_prefix
         problem = f"cannot write {place}: {error.strerror}{_hint(journal)}"
-        if failure_of_host(error) is None:
+        if (advice := limit_advice(error)) is None:
             raise ConfigError(f"{problem}; name another --output-prefix") from error
-        advice = "raise ulimit -f" if error.errno == errno.EFBIG else "free some space"
-        raise ResourceError(f"{problem}; {advice}, or name another --output-prefix") from error
+        raise ResourceError(f"{problem}; {advice}") from error
     summary.output_bytes = summary.tokens * job.dtype_of(TOKENS, tokenizer.vocab_size).itemsize
     summary.finished = True
     report(summary)
