@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.context import BaseContext
 
-from megatron.common.errors import ResourceError, first_line
+from megatron.common.errors import ResourceError, first_line, limit_advice
 from megatron.launch.host_limits import try_threads
 
 
@@ -27,6 +27,6 @@ def started_pool(
             process.join()
         raise ResourceError(
             f"{flag} {processes}: this host does not allow so many processes ({first_line(error)}): use fewer, or "
-            "raise ulimit -u, or the container's limit"
+            f"{limit_advice(error) or 'see ulimit -a'}"
         ) from error
     return pool

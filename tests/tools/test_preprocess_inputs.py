@@ -22,7 +22,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from megatron.common.errors import DataError, ResourceError
+from megatron.common.errors import DataError, ResourceError, limit_advice
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer.base import check_texts
 from megatron.tools.preprocess.inputs import expand_inputs
@@ -226,6 +226,7 @@ def test_a_word_of_megabytes_is_an_error_of_its_line(tmp_path: Path, convert: Ca
 @pytest.mark.parametrize(
     ("owner", "name", "error", "allowed"),
     [
+        (os, "fork", OSError(errno.EMFILE, "Too many open files"), 0),
         (os, "fork", BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), 0),
         (os, "fork", BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), 3),
         (threading.Thread, "start", RuntimeError("can't start new thread"), 9),
@@ -244,7 +245,7 @@ def test_workers_that_cannot_start_are_an_error_and_none_is_left(
 
     (tmp_path / "in.jsonl").write_bytes(jsonl(["a"]))
     monkeypatch.setattr(owner, name, limited)
-    with pytest.raises(ResourceError, match="--workers 8: .*ulimit -u"):
+    with pytest.raises(ResourceError, match=f"--workers 8: .*{limit_advice(error)}"):
         convert(tmp_path / "in.jsonl", workers=8)
     assert not multiprocessing.active_children() and not [*tmp_path.glob("out*")]
 
