@@ -100,6 +100,37 @@ def parquet_bomb(path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": long}), path)
 
 
+def endless_parquet(path: Path) -> None:
+    sparse(path)
+    with open(path, "r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write((4_200_000_000).to_bytes(4, "little") + b"PAR1")
+
+
+def arrow_bomb(path: Path, texts: Any = None) -> None:
+    import pyarrow.ipc
+
+    texts = ["a" * 10_000] * 100 if texts is None else texts
+    options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+    batch = pyarrow.record_batch({"text": texts})
+    new = pyarrow.ipc.new_stream if path.stem == "stream" else pyarrow.ipc.new_file
+    with new(path, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+
+
+def arrow_end(path: Path) -> None:
+    """A mark of the end in place of the batch."""
+    arrow_bomb(path, ["a"])
+    begin, batch, rest = path.read_bytes().rpartition(b"\xff\xff\xff\xff\xb0\0\0\0")
+    path.write_bytes(begin + batch[:4] + bytes(4) + rest)
+
+
+def arrow_words(path: Path) -> None:
+    import pyarrow
+
+    arrow_bomb(path, pyarrow.DictionaryArray.from_arrays([0], ["a" * 1_000_000]))
+
+
 BOMBS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object], str]] = {
     "weights.pt": (zip_bomb, read_file, "expand to 4,19"),
     "manifest.json": (sparse, lambda path: read_manifest(path.parent), "too large|cannot be read"),
@@ -113,6 +144,12 @@ BOMBS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object], str]] =
     "corpus.jsonl.gz": (gzip_bomb, chunks, "expands to more than 100 times its size"),
     "empty.jsonl.gz": (empty_lines, chunks, "more than 100 empty lines in a row"),
     "corpus.parquet": (parquet_bomb, lambda path: chunks(path, "parquet"), "a row of more than 65,536 bytes"),
+    "end.arrow": (arrow_end, lambda path: chunks(path, "arrow"), "batches: it holds 0, and lists 1"),
+    "end.parquet": (endless_parquet, lambda path: chunks(path, "parquet"), "description has 4,200,000,000 bytes"),
+    **{
+        name: (make, lambda path: chunks(path, "arrow"), "expands to more than 100 times its size")
+        for name, make in {"stream.arrow": arrow_bomb, "file.arrow": arrow_bomb, "words.arrow": arrow_words}.items()
+    },
 }
 
 

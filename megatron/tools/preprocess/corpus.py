@@ -5,6 +5,7 @@ Text files may be compressed with gzip, bzip2 or Zstandard. A few lines or rows 
 
 import codecs
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.common.errors import ConfigError, DataError, reason
-from megatron.common.reading import LARGEST, LARGEST_LINE, check_regular, parse_json
+from megatron.common.reading import LARGEST, LARGEST_JSON, LARGEST_LINE, check_regular, parse_json, regular
+from megatron.tools.preprocess.arrow_messages import expanded_size
 from megatron.tools.preprocess.file_lines import FORMATS_BY_ENDING, MOST_EXPANDED, file_lines, format_of, uncompressed
 
 Row = tuple[bytes | None, ...]
@@ -45,10 +47,19 @@ def open_parquet(path: Path) -> Iterator[Any]:
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(f"{path} is a Parquet file: pip install pyarrow to read it") from None
-    check_regular(path)
+    _check_end(path)
     # Read page by page: row groups may have any size.
     with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
         yield file
+
+
+def _check_end(path: Path) -> None:
+    """Raises ValueError if the description at the end of a Parquet file is too large; OSError as ``regular``."""
+    with open(path, "rb", opener=regular) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 8))
+        size = int.from_bytes(file.read(4), "little")
+        if file.read(4) in (b"PAR1", b"PARE") and size > LARGEST_JSON:
+            raise ValueError(f"its description has {size:,} bytes, more than {LARGEST_JSON:,}")
 
 
 def parquet_batches(file: Any, columns: Sequence[str], most: int) -> Iterator[Any]:
@@ -72,15 +83,22 @@ def arrow_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         raise ConfigError(f"{path} is an Arrow file: pip install pyarrow to read it") from None
     check_regular(path)
     with pyarrow.memory_map(str(path)) as file:
-        is_stream = file.read(6) != b"ARROW1"
-        file.seek(0)
-        with pyarrow.ipc.open_stream(file) if is_stream else pyarrow.ipc.open_file(file) as reader:
+        is_file = file.read(6) == b"ARROW1"
+        expected = pyarrow.ipc.open_file(file).num_record_batches if is_file else None
+        file.seek(begin := 8 if is_file else 0)  # after which a file holds a stream
+        if expanded_size(file) > max(LARGEST, MOST_EXPANDED * file.size()):
+            raise ValueError(f"it expands to more than {MOST_EXPANDED} times its size")
+        file.seek(begin)
+        with pyarrow.ipc.open_stream(file) as reader:
             _check_columns(path, reader.schema, columns)
-            batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-            for batch in batches:
+            number = 0
+            for batch in reader:
+                number += 1
                 batch.validate(full=True)
                 for start in range(0, batch.num_rows, _ROWS):
                     yield from _cells(batch.slice(start, _ROWS), columns)
+        if expected not in (None, number):
+            raise ValueError(f"batches: it holds {number:,}, and lists {expected:,}")
 
 
 def _largest_column_chunk(metadata: Any) -> int:
