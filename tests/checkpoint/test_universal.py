@@ -206,7 +206,7 @@ def test_a_folder_of_something_else_is_not_replaced(saved_on, tmp_path: Path):
 def test_a_folder_that_cannot_be_written(saved_on, tmp_path: Path):
     saved = newest(saved_on("dp1"))
 
-    with pytest.raises(ResourceError, match="cannot be written .* has to be converted: free disk space"):
+    with pytest.raises(ResourceError, match="cannot be written .* has to be converted: "):
         convert(saved, tmp_path / "missing" / "global_step3_universal")
     assert not any(tmp_path.iterdir())
 
