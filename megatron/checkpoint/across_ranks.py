@@ -26,7 +26,8 @@ def check_states(states: SavedStates, part: slice = _ALL) -> Steps:
     steps: Steps = {}
     with form_errors(states.saved.path):
         for file, base in states.files.optimizers(part):
-            steps |= check_numbering(file, base, states.saved.iteration)
+            with form_errors(file):
+                steps |= check_numbering(file, base, states.saved.iteration)
         check_same("step counts", [steps])
     check_shards(states, part)
     check_copies(states, part)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.checks import check_outline, name_of, outline, wrong
+from megatron.checkpoint.checks import check_outline, form_errors, name_of, outline, wrong
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_files import PADDINGS, SavedFiles, Shapes, numbered_state
 from megatron.checkpoint.stored import WEIGHT, Piece, Shard, State, Stored, StoredFile, is_flat, joined
@@ -119,11 +119,12 @@ class SavedStates:
         if self.saved.has_optimizer and any(name in group for group in self.files.groups(0)):
             return self.trained(name, 0, tensor_rank)[WEIGHT]
         files = [self.files.model(tensor_rank, rank) for rank in range(self.layout.zero_ranks)]
-        shapes: Shapes = files[0].content.get("frozen_param_shapes") or {}
-        if name not in shapes:
-            raise CheckpointError(f"{self.saved.path} holds no weight {name}")
         keys = ("frozen_param_fragments", name)
-        return _divided(files, keys, 0, files[0].find(keys).numel(), self._recorded(name, files[0], shapes))
+        with form_errors(files[0].path):
+            shapes: Shapes = files[0].content.get("frozen_param_shapes") or {}
+            if name not in shapes:
+                raise CheckpointError(f"{files[0].path} holds no weight {name}")
+            return _divided(files, keys, 0, files[0].find(keys).numel(), self._recorded(name, files[0], shapes))
 
     def trained(self, name: str, stage: int, tensor_rank: int) -> State:
         """The state of a parameter that the optimizer of a stage updates."""
@@ -269,9 +270,10 @@ class SavedStates:
     def _checked_module(self, tensor_rank: int) -> StoredFile:
         """The file of a tensor-parallel rank's weights. Raises CheckpointError for a weight that the model lacks."""
         file = self.files.model(tensor_rank)
-        unknown = file.find(["module"]).keys() - self.specs.keys() - set(file.content.get("buffer_names") or ())
-        if unknown:
-            raise CheckpointError(f"{file.path} holds {min(unknown)}, which the model does not have")
+        with form_errors(file.path):
+            unknown = file.find(["module"]).keys() - self.specs.keys() - set(file.content.get("buffer_names") or ())
+            if unknown:
+                raise CheckpointError(f"{file.path} holds {min(unknown)}, which the model does not have")
         return file
 
 
@@ -289,7 +291,9 @@ def _state(
     ``of`` maps a key path to the parameter's part of the tensor there.
     """
     state: State = {WEIGHT: of(weights)}
-    for key, value in numbered_state(file.path, file.find(place), number).items():
+    with form_errors(file.path):
+        stored = numbered_state(file.path, file.find(place), number)
+    for key, value in stored.items():
         if key not in _OF_MATRICES:
             keys = (*place, "state", number, key)
             if isinstance(value, Tensor):

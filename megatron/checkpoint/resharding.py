@@ -82,18 +82,18 @@ def _read_shared(
     The optimizer's is empty without ``optimizer``.
     """
     path, layout, scaling = saved.path, saved.layout, {}
-    with form_errors(path):
-        shared = read_file(file := model_file(path, layout, 0))
+    with form_errors(file := model_file(path, layout, 0)):
+        shared = read_file(file)
         applied = check_counts(file, shared, saved, progress=progress)
         if progress:
             engine.lr_scheduler.chosen(value_at(file, shared, "lr_scheduler"))
-        if optimizer and layout.has_optimizer_partitions:
-            file = optimizer_file(path, layout, 0, 0)
-            scaling = value_at(file, read_file(file), "optimizer_state_dict")
-        elif optimizer:
-            scaling = value_at(file, shared, "optimizer")
-        check_loss_scale(file, scaling)
-        return shared, applied, scaling
+    if optimizer and layout.has_optimizer_partitions:
+        file = optimizer_file(path, layout, 0, 0)
+        scaling = value_at(file, read_file(file), "optimizer_state_dict")
+    elif optimizer:
+        scaling = value_at(file, shared, "optimizer")
+    check_loss_scale(file, scaling)
+    return shared, applied, scaling
 
 
 def load_states(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.checks import outline, value_at, wrong
+from megatron.checkpoint.checks import form_errors, outline, value_at, wrong
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import expert_file, model_file, optimizer_file
@@ -57,12 +57,13 @@ class SavedFiles:
 
     def _groups(self, stage: int) -> Sequence[Shapes]:
         """The parameters in each parameter group of the optimizer of a stage."""
-        if not (groups := self.model(stage * self._layout.model_parallel_size).content.get("param_shapes")):
+        file = self.model(stage * self._layout.model_parallel_size)
+        if not (groups := file.content.get("param_shapes")):
             raise CheckpointError(
-                f"{self._saved.path} does not record which parameters its optimizer has: resume on the layout that "
-                "saved it"
+                f"{file.path} does not record which parameters its optimizer has: resume on the layout that saved it"
             )
-        return groups
+        with form_errors(file.path):
+            return [{name: torch.Size(shape) for name, shape in group.items()} for group in groups]
 
     def optimizers(self, part: slice) -> Iterator[tuple[Path, Mapping[str, Any]]]:
         """(file, state) of the base optimizer in ``part`` of its files, with moments as ``Stored``."""
@@ -70,11 +71,12 @@ class SavedFiles:
         pairs = [*product(range(count), range(len(self.stages()) * self._layout.model_parallel_size))]
         for zero_rank, rank in pairs[part] if self._saved.has_optimizer else ():
             file = self.partition(zero_rank, rank) if self._layout.has_optimizer_partitions else self.model(rank)
-            base = file.find(place := self.base_optimizer(file))
-            states = {
-                number: {key: file.entry(*place, "state", number, key) for key in state}
-                for number, state in value_at(file.path, base, "state").items()
-            }
+            with form_errors(file.path):
+                base = file.find(place := self.base_optimizer(file))
+                states = {
+                    number: {key: file.entry(*place, "state", number, key) for key in state}
+                    for number, state in value_at(file.path, base, "state").items()
+                }
             yield file.path, {**base, "state": states}
 
     def base_optimizer(self, file: StoredFile) -> tuple[str, ...]:
@@ -84,7 +86,8 @@ class SavedFiles:
         if self._layout.has_optimizer_partitions:
             return "optimizer_state_dict", "base_optimizer_state"
         # Half precision has a wrapper, which earlier versions used at ZeRO 0.
-        return ("optimizer", "optimizer_state_dict")[: 1 + ("optimizer_state_dict" in file.find(["optimizer"]))]
+        with form_errors(file.path):
+            return ("optimizer", "optimizer_state_dict")[: 1 + ("optimizer_state_dict" in file.find(["optimizer"]))]
 
 
 def numbered_state(place: object, base: Mapping[str, Any], number: int) -> dict[str, Any]:

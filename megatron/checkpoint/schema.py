@@ -94,7 +94,9 @@ def check_loss_scale(place: object, state: Mapping[str, Any]) -> float:
     """The loss scale in the state of an optimizer, or 1. Raises CheckpointError unless it is a positive number."""
     if not isinstance(state, Mapping):
         raise wrong(place, "the state of the optimizer", outline(state), "a dict")
-    source = vars(state["loss_scaler"]) if "loss_scaler" in state else state
+    scaler = state.get("loss_scaler", state)
+    if not isinstance(source := getattr(scaler, "__dict__", scaler), Mapping):
+        raise wrong(place, "the loss scaler", outline(scaler), "one of DeepSpeed")
     scale = source.get("cur_scale", 1)
     if not isinstance(scale, int | float) or not 0 < scale < inf:
         raise wrong(place, "the loss scale", str(scale), "a number above 0")

@@ -1,6 +1,6 @@
 """Partial reads of tensors in ``torch.save`` files: a rank only reads the elements that it needs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.checks import check_numbers, name_of, value_at
+from megatron.checkpoint.checks import check_numbers, name_of, outline, value_at, wrong
 from megatron.checkpoint.files import Record
 from megatron.checkpoint.manifest import check_content
 from megatron.checkpoint.tensor_files import check_identity, read_file
@@ -36,7 +36,8 @@ class StoredFile:
         """The saved content, with mapped tensors."""
         if self._record is not None:
             check_content(self.path, self._record)
-        content = read_file(self.path)
+        if not isinstance(content := read_file(self.path), Mapping):
+            raise wrong(self.path, "it", outline(content), "a dict")
         if self._iteration is not None:
             check_identity(self.path, content, self._iteration)
         return content

@@ -22,6 +22,7 @@ from torch import Tensor, TypedStorage, UntypedStorage
 from torch.serialization import set_crc32_options
 
 from megatron.checkpoint.files import NewFile, Record, write_text
+from megatron.checkpoint.manifest import gone
 from megatron.checkpoint.safetensors_files import broken, read_entries
 from megatron.common.checkpoint_folders import make_subfolder
 from megatron.common.errors import CheckpointError, reason
@@ -83,6 +84,9 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
     """The error for what torch could not read; without torch's advice, which is to let the file run code."""
     if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
         return CheckpointError(f"{path} asks for {unsafe[1]}, which could run code; it is not loaded")
+    if isinstance(error, FileNotFoundError):
+        advice = f"{path} is missing: copy the whole checkpoint again, or load another one"
+        return CheckpointError(advice) if path.parent.exists() else gone(path.parent)
     said = re.search(r"WeightsUnpickler error:\s+(.+)", str(error))
     return CheckpointError(f"{path} cannot be read ({said[1] if said else reason(error)})")
 

@@ -32,10 +32,12 @@ LAYER, LAYER_1 = "layer_03-model_00-model_states.pt", "layer_03-model_01-model_s
 ZERO_1 = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
 
 
-def sealed(folder: Path, name: str, change: Change | str) -> Path:
-    """The file ``name`` with its content changed, or exchanged with another file, and with hashes that fit."""
+def sealed(folder: Path, name: str, change: Change | str | None) -> Path:
+    """The file ``name`` with its content changed, exchanged with another file, or without it; with hashes that fit."""
     file = folder / "global_step3" / name
-    if isinstance(change, str):
+    if change is None:
+        file.unlink()
+    elif isinstance(change, str):
         exchanged = file.with_name(change)
         file.rename(folder / "aside")
         exchanged.rename(file)
@@ -107,7 +109,7 @@ BASE = "optimizer_state_dict/base_optimizer_state"
 DENSE = "module/3.attention.dense.weight"
 PADDINGS = "optimizer_state_dict/param_alignment_paddings"
 MUON, ADAM = {"momentum_buffer"}, {"exp_avg", "exp_avg_sq"}
-CASES: dict[str, list[tuple[str, Change | str, str]]] = {
+CASES: dict[str, list[tuple[str, Change | str | None, str]]] = {
     "dp1 --optimizer muon": [
         (RANK, other_moments(MUON, ADAM), "exp_avg, exp_avg_sq, step, and should be momentum_buffer"),
         (RANK, other_moments(ADAM, MUON), "momentum_buffer, step, and should be exp_avg, exp_avg_sq"),
@@ -166,6 +168,7 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
         (RANK, lambda content: [content], "lacks a part"),
         (RANK, put("global_samples", lambda _: -1), "global_samples is -1, and should be a number of samples"),
         (RANK, put("global_samples", lambda _: 1 << 90), "global_samples is 1237940039285380274899124224"),
+        (RNG, None, "is missing: "),
         (RNG, put("cuda_rng_state", None), "lacks cuda_rng_state$"),
         (RNG, lambda content: [content], "lacks cuda_rng_state$"),
         (RNG, put("cuda_rng_state", str), "cuda_rng_state is no state of"),
@@ -194,6 +197,10 @@ CASES: dict[str, list[tuple[str, Change | str, str]]] = {
             r"single_partition_of_fp32_groups\[0\] is from nan",
         ),
         (ZERO, put("optimizer_state_dict/single_partition_of_fp32_groups", lambda g: g[::-1]), "is float32"),
+        (ZERO, None, "is missing: "),
+        (LAYER, None, "is missing: "),
+        (ZERO, put(f"{BASE}/state", lambda _: 5), "(lacks a part|is of type int)"),
+        (ZERO, put("optimizer_state_dict/loss_scaler", lambda _: "1"), "loss.scaler is "),
         (ZERO, put(f"{PADDINGS}/0", lambda p: [8, -8, *p[2:]]), r"param_alignment_paddings.* is .*\[8, -8, "),
         (ZERO, put(f"{PADDINGS}/0", lambda p: ["8", *p[1:]]), r"param_alignment_paddings.* is .*\['8', "),
         (ZERO, put(PADDINGS, lambda p: "8"), r"param_alignment_paddings.* is "),
@@ -310,6 +317,10 @@ RESHARDED: list[tuple[str, str, Change, str]] = [
     ("tp2 pp2 zero1", RANK, put("lr_scheduler/num_iters", lambda _: 1), "num_iters is 1, and should be 3"),
     ("dp2 zero3", ZERO, put("optimizer_state_dict/loss_scaler", scale_nan), "the loss scale is nan"),
     ("dp2 zero3", RANK_AT_ZERO3, put("skipped_steps", lambda _: 1), "num_iters is 3, and should be 2"),
+    ("dp1", RANK, put("param_shapes", lambda _: 5), "lacks a part"),
+    ("dp1", RANK, put("param_shapes", lambda _: [5]), "lacks a part"),
+    ("dp1", RANK, put("optimizer", lambda _: 5), "(lacks a part|is of type int)"),
+    ("dp1", RANK, lambda content: [content], "(it is of type list|lacks skipped_steps)"),
     ("dp1", RANK, put("param_shapes", exchanged), "is 3.attention.dense.weight, and should be 2.att"),
 ]
 NUMBERS: list[tuple[str, str, Change, str]] = [
@@ -427,6 +438,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path, error: ty
 @pytest.mark.parametrize(
     ("change", "text"),
     [
+        (put("buffer_names", lambda _: 5), " lacks a part, or holds one of another form"),
         (put("module", lambda m: m | {"more": torch.ones(1)}), " holds more, which the model does not have"),
         (
             put("module/3.attention.dense.weight", lambda _: None),

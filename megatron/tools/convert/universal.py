@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpoint.across_ranks import check_states
-from megatron.checkpoint.checks import form_errors
+from megatron.checkpoint.checks import form_errors, value_at
 from megatron.checkpoint.parameter_state import SavedStates, State
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import model_file, optimizer_file
@@ -132,7 +132,7 @@ def _write(saved: SavedRun, folder: Path) -> None:
             check_state(saved.path, name, state, spec.shape, Updates(most=saved.iteration))
             _write_parameter(folder / "zero" / name, spec, in_memory(state))
         shared = states.files.opened(file := model_file(saved.path, saved.layout, 0)).content
-        check_counts(file, shared, saved, progress=shared["lr_scheduler"] is not None)
+        check_counts(file, shared, saved, progress=value_at(file, shared, "lr_scheduler") is not None)
         common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
         write_file(folder / SHARED_FILE, common)
         if saved.has_optimizer:
