@@ -87,9 +87,9 @@ def bytes_of_loading(words: list[str]) -> tuple[int, int]:
 
     read, counted = Stored.read_all, []
 
-    def counting(tensor: Stored) -> torch.Tensor:
+    def counting(tensor: Stored, *used_as: torch.dtype) -> torch.Tensor:
         counted.append(tensor.numel() * tensor.dtype.itemsize)
-        return read(tensor)
+        return read(tensor, *used_as)
 
     Stored.read_all = counting
     run = check(parse_run(words, os.environ))[0]
