@@ -41,6 +41,7 @@ from megatron.tools.cluster.hostfile import read_hostfile
 from megatron.tools.convert.huggingface_files import carried_files
 from megatron.tools.convert.megatron_files import read_shards
 from megatron.tools.convert.vocabulary import count_tokens
+from megatron.tools.evaluation.tasks import Request, make_task
 from megatron.tools.finetuning.tables import content_hash
 from megatron.tools.inference import prompts
 from megatron.tools.inference.prompts import read_prompts, read_standard_input
@@ -69,6 +70,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "model.pt": read_file,
     "model.safetensors": read_entries,
     ".metadata": lambda path: read_shards(path.parent),
+    "text.txt": lambda path: make_task("PPL", Request(path, 8, 8), _NULL),
+    "text.parquet": lambda path: make_task("PPL", Request(path, 8, 8), _NULL),
     "corpus.jsonl": lambda path: list(read_chunks(path, "jsonl", ["text"], size=1000)),
     "corpus.parquet": lambda path: list(read_chunks(path, "parquet", ["text"], size=1000)),
 }

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.common.errors import DataError, NumericsError, counted
-from megatron.common.reading import read_bytes
+from megatron.common.reading import is_present, read_bytes
 from megatron.data.fingerprint import other_tokenizers
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import Tokenizer
@@ -145,11 +145,11 @@ def _wikitext(request: Request, tokenizer: Tokenizer) -> Task:
 def _perplexity_task(request: Request, tokenizer: Tokenizer) -> Task:
     """Perplexity of a text, of the concatenated texts of a JSONL or Parquet file, or of an indexed data set."""
     path = request.path
-    if not path.is_file():
-        if Path(f"{path}.idx").exists():
-            if not request.override and (others := other_tokenizers([str(path)], tokenizer)):
-                raise DataError(others)
-            return _text_task(request, _tokens_of_data_set(path, tokenizer.vocab_size), {})
+    if not path.is_file() and is_present(f"{path}.idx"):
+        if not request.override and (others := other_tokenizers([str(path)], tokenizer)):
+            raise DataError(others)
+        return _text_task(request, _tokens_of_data_set(path, tokenizer.vocab_size), {})
+    if not is_present(path):
         raise DataError(f"{path}: no such file, nor {path.name}.bin and {path.name}.idx; name a text or a data set")
     if uncompressed(path).suffix in _MANY_TEXTS:
         lines = [(where, text) for where, (text,) in _read_rows(path, request.key) if text]
