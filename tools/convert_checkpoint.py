@@ -318,6 +318,10 @@ def _to_universal_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint folder or one tag of it")
 
 
+_RESHARDS = "MEGATRON_RESHARDS"
+"""Variable of the processes that ``reshard`` starts as ranks. Launchers of others set ``RANK``."""
+
+
 def _reshard(args: argparse.Namespace) -> None:
     """Write a checkpoint for another layout, optimizer included, without training: bit for bit the same state.
 
@@ -333,7 +337,7 @@ def _reshard(args: argparse.Namespace) -> None:
         place = args.path.resolve()
         name = "-".join([place.name, *(f"{axis}{size}" for axis, size in kept.items() if size > 1)])
         args.output = place.parent / name
-    is_rank = "RANK" in os.environ
+    is_rank = _RESHARDS in os.environ
     saved = tag_at(args.path) if is_rank else find_source(args, "tag", "folder").saved
     assert saved is not None, "a checkpoint of this suite"
     layout_flags = ["--model-parallel-size", str(args.model_parallel_size), "--pipe-parallel-size", str(stages)]
@@ -353,7 +357,8 @@ def _reshard(args: argparse.Namespace) -> None:
         log, command = Path(folder) / "log", [__file__, "reshard", str(saved.path.absolute()), *run_flags, *flags]
         failure: str | None = "interrupted"
         try:
-            failure = run_ranks(rank_context("cpu"), replica * copies, command, os.environ, log, args.time_limit)
+            environ = {**os.environ, _RESHARDS: "1"}
+            failure = run_ranks(rank_context("cpu"), replica * copies, command, environ, log, args.time_limit)
         finally:
             if failure:
                 shutil.rmtree(args.output, ignore_errors=True)
@@ -402,6 +407,6 @@ def _parser() -> ToolParser:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:  # of reshard
+    if _RESHARDS in os.environ:
         run_rank(main)
     run_tool(main)
