@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpoint.across_ranks import check_equal
 from megatron.checkpoint.checks import check_numbers, form_errors
-from megatron.common.errors import CheckpointError, ConfigError
+from megatron.common.errors import CheckpointError, ConfigError, shown
 from megatron.config import ModelConfig
 from megatron.config.fields import field_problems
 from megatron.model.architectures import GPT2
@@ -146,9 +146,9 @@ def _sizes_of_layers(shards: Shards, args: Mapping[str, Any], heads: int, column
 
 def _heads_and_vocabulary(shards: Shards, args: Mapping[str, Any], given: GivenModel, columns: int) -> tuple[int, int]:
     sizes = {name: value for name, value in args.items() if type(value) is int and value > 0}
-    heads = given.heads or sizes.get("num_attention_heads")
+    size, saved_heads = len(shards.states), sizes.get("num_attention_heads")
+    heads = saved_heads or given.heads
     vocab_size = given.vocab_size or sizes.get("vocab_size")
-    size = len(shards.states)
     rows = len(tensor_of(shards, "word_embeddings.weight")) * size
     saved, multiple = sizes.get("vocab_size", rows), sizes.get("make_vocab_size_divisible_by", rows)
     multiple *= sizes.get("tensor_model_parallel_size") or sizes.get("model_parallel_size") or size
@@ -159,9 +159,10 @@ def _heads_and_vocabulary(shards: Shards, args: Mapping[str, Any], given: GivenM
     if not heads:
         problems.append(f"{shards.folder} does not contain the number of heads: give --num-attention-heads")
     elif heads < 0 or columns % heads or heads % size:
-        problems.append(
-            f"{heads} heads do not divide hidden size {columns} over {size} ranks: give the right --num-attention-heads"
-        )
+        divided = f"{shown(heads)} heads, which do not divide hidden size {columns} over {size} ranks"
+        if saved_heads:
+            raise CheckpointError(f"{shards.folder} says {divided}: copy all files again")
+        problems.append(f"{divided}: give the right --num-attention-heads")
     if not vocab_size:
         problems.append(
             f"{shards.folder} has {rows} rows of tokens, including padding: give --vocab-file or --vocab-size"
@@ -169,8 +170,7 @@ def _heads_and_vocabulary(shards: Shards, args: Mapping[str, Any], given: GivenM
     elif not 0 < vocab_size <= rows:
         problems.append(f"the vocabulary has {vocab_size} tokens, but {shards.folder} only {rows} rows")
     if problems or not (heads and vocab_size):
-        is_from_files = heads and vocab_size and not (given.heads or given.vocab_size)
-        raise (CheckpointError if is_from_files else ConfigError)(problems)
+        raise ConfigError(problems)
     return heads, vocab_size
 
 

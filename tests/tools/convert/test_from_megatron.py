@@ -398,6 +398,7 @@ def test_errors_of_a_checkpoint_are_reported(tmp_path: Path, fault: str):
         (3.0, {"hidden_dropout": math.nan}, "hidden_dropout is nan"),
         (3.0, {"normalization": "RMSNorm"}, "holds weights of LayerNorm, not of --normalization RMSNorm"),
         (3.0, {"padded_vocab_size": 128}, "of --padded-vocab-size 96, not of --padded-vocab-size 128"),
+        (3.0, {"num_attention_heads": 10**30}, "iter_0000007 says 10{30} heads, which do not divide hidden size 16"),
         (3.0, {"vocab_size": 97}, "holds 96 rows of tokens, not of --vocab-size 97"),
         (3.0, {"max_position_embeddings": 16}, "of --max-position-embeddings 8, not of --max-position-embeddings 16"),
     ],
@@ -407,7 +408,7 @@ def test_what_is_saved_fits_the_weights(tmp_path: Path, version: float, args: di
     shards = replace(read_shards(tmp_path), version=version)
     vars(shards.args).update(args)
     with pytest.raises(CheckpointError, match=message):
-        full_model(shards, SAID)
+        full_model(shards, replace(SAID, heads=None))
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(96, True), (93, True), (92, False), (10, False)])
@@ -425,7 +426,7 @@ def test_a_saved_vocabulary_is_padded_to_the_rows(tmp_path: Path, tokens: int, f
     ("given", "message"),
     [
         (GivenModel(vocab_size=TOKENS), "does not contain the number of heads: give --num-attention-heads"),
-        (GivenModel(heads=3, vocab_size=TOKENS), "3 heads do not divide hidden size 16 over 2 ranks"),
+        (GivenModel(heads=3, vocab_size=TOKENS), "3 heads, which do not divide hidden size 16 over 2 ranks"),
         (GivenModel(heads=HEADS, vocab_size=97), "the vocabulary has 97 tokens"),
     ],
 )
