@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from megatron.checkpoint.tensor_files import unreadable
 from megatron.common.errors import CheckpointError, reason
-from megatron.common.reading import read_bytes
+from megatron.common.reading import check_regular, read_bytes
 
 METADATA = ".metadata"
 _NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
@@ -92,18 +92,21 @@ def read_torch_dist(folder: Path) -> dict[str, Tensor]:
     Raises CheckpointError if a file is missing or damaged, or could run code.
     """
     content = _read_metadata(folder / METADATA)
-    size = sum(file.stat().st_size for file in folder.glob("*.distcp"))
     try:
         entries = {
             name: entry
             for name, entry in content.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and not name.startswith(_NO_WEIGHTS)
         }
-        for name, entry in entries.items():
-            _check_parts(name, entry, size)
         for info in content.storage_data.values():
             if Path(info.relative_path).name != info.relative_path:
                 raise ValueError(f"it names the file {info.relative_path!r}, which is not in the same folder")
+        files = {info.relative_path for part, info in content.storage_data.items() if part.fqn in entries}
+        size = sum(_size(folder / name) for name in files)
+        for name, entry in entries.items():
+            _check_parts(name, entry, size)
+    except CheckpointError:
+        raise
     except Exception as error:  # damaged fields may raise anything
         raise CheckpointError(f"{folder / METADATA} is damaged ({reason(error)})") from error
     weights = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
@@ -128,6 +131,15 @@ def _read_metadata(file: Path) -> Metadata:
         raise CheckpointError(f"{file} cannot be read ({reason(error)})") from error
     content.storage_meta = StorageMeta()
     return content
+
+
+def _size(file: Path) -> int:
+    """The bytes of a file with parts of tensors. Raises CheckpointError if it is missing, or no file."""
+    try:
+        check_regular(file)
+        return file.stat().st_size
+    except OSError as error:
+        raise unreadable(file, error) from None
 
 
 def _check_parts(name: str, entry: TensorStorageMetadata, size: int) -> None:

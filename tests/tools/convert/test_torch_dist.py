@@ -115,6 +115,14 @@ def truncated(name: str) -> Callable[[Path], None]:
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
 
 
+def fifo(name: str) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return apply
+
+
 def with_metadata(change: Callable[[Any], object]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         content = pickle.loads((folder / ".metadata").read_bytes())
@@ -154,6 +162,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "which could run code",
     ),
     "half of the weights": (truncated("__0_1.distcp"), "__0_1.distcp cannot be read"),
+    "a file is missing": (lambda folder: (folder / "__0_1.distcp").unlink(), "__0_1.distcp is missing"),
+    "a FIFO": (fifo("__0_1.distcp"), "__0_1.distcp cannot be read (a FIFO, not a file)"),
     "harm in a part": (unsafe_part, "new.distcp asks for posix.mkdir, which could run code"),
     "a file elsewhere": (replaced(b"__0_0.distcp", b"../../secret"), "'../../secret', which is not in the same folder"),
     "a table too large": (with_metadata(table_of(1 << 40)), "which is more than the .distcp files there hold"),
