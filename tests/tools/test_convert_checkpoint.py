@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.command_lines import parse
 from support.programs import Programs
 from support.refusals import ROOT, refusal
@@ -24,6 +24,8 @@ from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.manifest import MANIFEST, write_manifest
 from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.tracker import LATEST, newest
+from megatron.common.errors import CheckpointError
+from megatron.tools.convert.inspection import find, read_description
 from megatron.tools.convert.universal import cached_universal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -66,7 +68,7 @@ def test_from_hugging_face_and_back(programs: Programs, foreign: Path, tmp_path:
     assert first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
     ((logits, _),) = run_ranks(1, logits_and_weights, ours)
     torch.testing.assert_close(logits, huggingface_logits(foreign), atol=1e-4, rtol=0)
-    code, (line,) = refusal(tmp_path, "reshard ours --model-parallel-size 2", program=TOOL, command=())
+    code, (line,) = refusal(tmp_path, "reshard ours --model-parallel-size 2", {"RANK": "0"}, program=TOOL, command=())
     assert code == 4 and line.endswith("give --load ours --finetune to a run on any layout")
 
 
@@ -121,6 +123,9 @@ def test_merged_weights_are_those_of_the_layout(
     for name, tensor in expected.items():
         assert tensor.equal(one[name]) and tensor.equal(shards[index["weight_map"][name]][name]), name
     programs.warm(1, TOOL, "to-hf", tmp_path / "many", "--output", tmp_path / "hf").ok()
+    save_file(shards[files[1].name], files[1], metadata={"run": "{}"})
+    with pytest.raises(CheckpointError, match=f"{files[1]} is of another run"):
+        read_description(find(tmp_path / "many"))
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
 
 
@@ -197,7 +202,8 @@ def test_reshard_keeps_every_bit(programs: Programs, copy: Path, tmp_path: Path)
     """Weights and optimizer, from TP 2 x PP 2 to PP 2 x DP 2 at another ZeRO stage, with the position in the data."""
     output = tmp_path / "resharded"
     flags = ["--pipe-parallel-size", "2", "--data-parallel-size", "2", "--zero-stage", "0"]
-    programs.warm(4, TOOL, "reshard", copy / "global_step3", "--output", output, *flags).ok()
+    words = (TOOL, "reshard", copy / "global_step3", "--output", output, *flags)
+    programs.warm(4, *words, MEGATRON_RESHARDS="1").ok()
     before, after = newest(copy), newest(output)
     assert (after.layout.model_parallel_size, after.layout.zero_stage) == (1, 0)
     assert after.history == before.history and after.description["settings"] == before.description["settings"]

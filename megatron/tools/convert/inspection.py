@@ -162,11 +162,20 @@ def read_description(checkpoint: FoundCheckpoint) -> Mapping[str, Any] | None:
 
 
 def _header(path: Path) -> dict[str, str]:
-    """The metadata in the header of a safetensors file, or of the first file of a folder."""
-    file = next(iter(files_with(path, SAFETENSORS)))
-    try:
-        check_regular(file)
-        with safetensors.safe_open(file, framework="np") as opened:
-            return opened.metadata() or {}
-    except (safetensors.SafetensorError, OSError) as error:
-        raise broken(file, error) from None
+    """The metadata in the header of a safetensors file, or of each file of a folder. Raises CheckpointError if they
+    are of several runs."""
+    headers: dict[Path, dict[str, str]] = {}
+    for file in files_with(path, SAFETENSORS):
+        try:
+            check_regular(file)
+            with safetensors.safe_open(file, framework="np") as opened:
+                headers[file] = opened.metadata() or {}
+        except (safetensors.SafetensorError, OSError) as error:
+            raise broken(file, error) from None
+    (first, header), *others = headers.items()
+    for file, other in others:
+        if other.get(RUN_KEY) != header.get(RUN_KEY):
+            raise CheckpointError(
+                f"{file} is of another run or iteration than {first.name}: copy all files of one merge"
+            )
+    return header
