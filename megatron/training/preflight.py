@@ -34,7 +34,7 @@ from megatron.data.image_slots import with_image_slots
 from megatron.data.map_cache import cache_folder
 from megatron.data.splits import check_token_type
 from megatron.model.architectures import architecture_of
-from megatron.model.huggingface import read_config
+from megatron.model.huggingface import read_config, shape_problems
 from megatron.model.partition import TRACE
 from megatron.tokenizer import span_vocabulary, tokenizer_of
 
@@ -164,7 +164,7 @@ def _with_vocabulary(run: RunConfig, *, is_sound: bool) -> RunConfig:
 
 
 def _check_huggingface(run: RunConfig) -> None:
-    """Compare vocabulary size and dtypes of ``--load-hf`` with the run. Raises CheckpointError."""
+    """Compare ``--load-hf`` with the run, and the headers of its files with its model. Raises CheckpointError."""
     folder = Path(str(run.checkpoint.load_hf))
     config = read_config(folder)
     if run.model.vocab_size > config.vocab_size:
@@ -177,9 +177,12 @@ def _check_huggingface(run: RunConfig) -> None:
             f"--load-hf {folder}: its processor makes squares of images by {config.image_fit}, and the data set has "
             f"them by {run.model.image_fit}: make the data set again, or add --override"
         )
-    if problems := [
+    entries = read_entries(folder)
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    files = {name: entry.file for name, entry in entries.items()}
+    if problems := shape_problems(config, shapes, str(folder), files) or [
         f"{entry.file}: {name} is of type {entry.dtype}, and can be {', '.join(FLOATS)}"
-        for name, entry in read_entries(folder).items()
+        for name, entry in entries.items()
         if entry.dtype not in FLOATS
     ]:
         raise CheckpointError(problems[:_SHOWN])

@@ -175,6 +175,11 @@ def test_files_are_checked_before_training(folders, tmp_path: Path):
     with pytest.raises(CheckpointError, match="its table has 90 rows, and the tokenizer 91 tokens"):
         check(larger)
     (shard,) = folder.glob("model-00002-*")
+    weights = load_file(shard)
+    name = next(name for name, weight in weights.items() if len({*weight.shape}) == 2)
+    save_file(weights | {name: weights[name].t().contiguous()}, shard, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{shard.name}: {name} is "):
+        check(run)
     shard.write_bytes(shard.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match=f"{shard.name} is not a complete safetensors file"):
         check(run)
