@@ -1,5 +1,6 @@
 """What is made of the errors of gloo and NCCL, in the words in which users have reported them."""
 
+import gc
 import linecache
 import os
 import subprocess
@@ -17,9 +18,10 @@ from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from support.hosts import ROOT
 from torch.distributed import DistBackendError, DistNetworkError
 
+from megatron.common.processes import failure_in_child
 from megatron.engines.transfers import Transfers
 from megatron.launch import progress as progress_module
-from megatron.launch.progress import Position, ProgressState
+from megatron.launch.progress import Position, ProgressState, current_frames
 from megatron.launch.rank import failure_of_nccl, is_connection_lost, is_timeout, run_rank
 from megatron.parallel import sequence
 from megatron.parallel.pipeline.program import Transfer
@@ -195,6 +197,22 @@ def test_a_rank_that_waits_for_what_it_has_started_does_not_count_as_hung(monkey
     assert position.in_collective and f"megatron/{file}:" in position.text and "in wait, at /" in position.text
 
 
+def test_frames_are_read_while_there_is_garbage() -> None:
+    def read_frames() -> None:
+        gc.disable()
+        gc.set_threshold(1)
+        for _ in range(20):
+            garbage: list = [threading.local()]
+            garbage[0].itself = garbage
+            garbage.append(garbage)
+            del garbage
+            gc.enable()
+            current_frames()
+            gc.disable()
+
+    assert failure_in_child(read_frames, seconds=10, most_bytes=1 << 30) is None
+
+
 def position_of_main_thread(monkeypatch, waits: Callable[[Callable], None]) -> Position:
     """The position of a rank whose main thread runs ``waits(acquire)``, where ``acquire`` is a call without a frame."""
     lock = threading.Lock()
@@ -215,6 +233,6 @@ def position_of_main_thread(monkeypatch, waits: Callable[[Callable], None]) -> P
 
 def is_at_call(thread: threading.Thread) -> bool:
     """Whether ``thread`` is in a line that calls ``item()`` or ``wait()``."""
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = current_frames().get(thread.ident or 0)
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame else ""
     return any(call in line for call in (".item()", ".wait()"))
