@@ -57,7 +57,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         """
         self.path = require_files("HuggingFaceTokenizer", {"--tokenizer-model": vocab_file}, "")[0]
         configs = _read_configs(os.path.dirname(self.path))
-        encoder = _read_encoder(self.path, configs.get("tokenizer_config.json", {}))
+        encoder = read_encoder(self.path, configs.get("tokenizer_config.json", {}))
         encoder.encode_special_tokens = True  # as ordinary text
         self.has_dropout = bool(getattr(encoder.model, "dropout", None))
         if self.has_dropout:  # with dropout of merges, the tokens of a text would be random
@@ -172,7 +172,7 @@ def _read_configs(folder: str) -> dict[str, dict[str, Any]]:
     return {name: read_object(path) for name, path in paths.items() if os.path.lexists(path)}
 
 
-def _read_encoder(path: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def read_encoder(path: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """The tokenizer of a tokenizer.json, with the tokens that its tokenizer_config.json adds. Raises DataError."""
     text = read_text(path)
 

@@ -20,6 +20,7 @@ from megatron.common.screen import LossyStream, buffered_stderr, release_stderr
 from megatron.tokenizer import growth, published
 from megatron.tokenizer.growth import check_growth
 from megatron.tokenizer.published import HuggingFaceTokenizer
+from megatron.tools.convert.vocabulary import count_tokens
 from megatron.tools.preprocess.job import Job
 from megatron.tools.preprocess.preprocess import preprocess
 
@@ -63,6 +64,9 @@ def test_what_the_library_cannot_bear_is_refused(tmp_path: Path, case: str, monk
     with pytest.raises(DataError, match="tokenizer.json") as caught:
         HuggingFaceTokenizer(written(tmp_path, BROKEN[case]))
     assert "complete" not in str(caught.value), "which it is"
+    if "not a tokenizer.json" in str(caught.value):
+        with pytest.raises(DataError, match="not a tokenizer.json"):  # from-hf does not copy it
+            count_tokens(tmp_path)
 
 
 def charsmap() -> bytes:

@@ -22,6 +22,7 @@ from megatron.model.architectures import BERT
 from megatron.model.huggingface import BERT_FORMAT, GPT2_FORMAT, T5_FORMAT, format_of, read_json
 from megatron.tokenizer.base import EOD, check_ids
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, read_byte_vocabulary, read_merges
+from megatron.tokenizer.published import read_encoder
 from megatron.tokenizer.words import PAD, WordPieceTokenizer, check_special, read_pieces
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
@@ -229,15 +230,10 @@ def _read_tokenizer_json(file: Path, *, is_bpe: bool) -> Vocabulary:
 def count_tokens(folder: Path) -> int | None:
     """The number of tokens of the tokenizer.json or vocab.json in a folder, including added tokens.
 
-    None if there is neither. Raises CheckpointError if the file is broken.
+    None if there is neither. Raises CheckpointError or DataError if a run could not read the file.
     """
     file, vocabulary = folder / TOKENIZER, folder / TOKENIZER_FILES[GPT2_BPE][0]
     if not is_present(file):
         return len(read_json(vocabulary) | _added_tokens(folder)) if is_present(vocabulary) else None
-    tree = read_json(file)
-    try:
-        model = tree["model"]["vocab"]
-        ids = list(model.values()) if isinstance(model, dict) else list(range(len(model)))
-        return max([*ids, *(token["id"] for token in tree.get("added_tokens") or ())]) + 1
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise CheckpointError(f"{file} is not a tokenizer: it has no vocabulary") from None
+    encoder = read_encoder(str(file), settings_in(folder))
+    return max(encoder.get_vocab(with_added_tokens=True).values(), default=-1) + 1

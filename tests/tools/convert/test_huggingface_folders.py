@@ -58,8 +58,9 @@ def make_folder(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **s
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **settings})).to(dtype)
     model.save_pretrained(folder, max_shard_size="10KB")
-    for name in OTHER_FILES:
-        (folder / name).write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 89}}, "name": name}))
+    tree = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 89}, "unk_token": "a"}}
+    for number, name in enumerate(OTHER_FILES):
+        (folder / name).write_text(json.dumps(tree, indent=number))  # each is another
     return folder
 
 
