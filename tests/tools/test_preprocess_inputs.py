@@ -243,11 +243,12 @@ def test_workers_that_cannot_start_are_an_error_and_none_is_left(
             raise error
         return start(*arguments)
 
+    others = {*multiprocessing.active_children()}  # of other tests
     (tmp_path / "in.jsonl").write_bytes(jsonl(["a"]))
     monkeypatch.setattr(owner, name, limited)
     with pytest.raises(ResourceError, match=f"--workers 8: .*{limit_advice(error)}"):
         convert(tmp_path / "in.jsonl", workers=8)
-    assert not multiprocessing.active_children() and not [*tmp_path.glob("out*")]
+    assert not {*multiprocessing.active_children()} - others and not [*tmp_path.glob("out*")]
 
 
 @pytest.mark.parametrize("kind, limit", [("f", 1000), ("n", 1)])
