@@ -67,7 +67,7 @@ def _missing(environ: Mapping[str, str]) -> Iterator[str]:
         yield f"this host does not allow {count} threads more, {_THREADS} a rank: raise ulimit -u, or the container's"
     if environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1"):
         try:
-            _connect_to_itself()
+            connect_to_itself()
         except OSError as error:
             yield f"127.0.0.1 cannot be reached ({error.strerror or error}); ranks connect to it: ip link set lo up"
 
@@ -87,7 +87,7 @@ def try_threads(count: int) -> None:
             thread.join()
 
 
-def _connect_to_itself() -> None:
+def connect_to_itself() -> None:
     """Connect to a port of this process. Raises OSError if that fails."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.common.errors import first_line
 from megatron.launch.environment import listen
 from megatron.tools.cluster.hostfile import runs_here_alone
 from megatron.tools.cluster.probe_hosts import PROJECT, Examination, HostReport
@@ -20,7 +21,7 @@ from megatron.tools.cluster.remote import forwarded_variables, ssh_command
 
 _MIB = 1 << 20
 _MARK = "megatron-allreduce "
-"""Prefix of the line of output of rank 0."""
+"""Prefix of the line of output of rank 0, and of the errors of ranks."""
 _IN_PROJECT = 'cd "$0" && exec "$@"'
 
 
@@ -30,7 +31,7 @@ class AllReduceResult(NamedTuple):
     bytes_per_second: float | None
     """Bus bandwidth, which does not depend on the number of ranks; None if the test failed."""
     failures: Mapping[str, str]
-    """The last line of stderr of each failed host."""
+    """The first error of a rank of each failed host, or else the last line of its stderr."""
 
 
 def all_reduce(examination: Examination, reports: Sequence[HostReport]) -> AllReduceResult:
@@ -62,9 +63,7 @@ def all_reduce(examination: Examination, reports: Sequence[HostReport]) -> AllRe
     with ThreadPoolExecutor(len(reports)) as pool:
         ended = list(pool.map(start, reports, requests))
     failures = {
-        report.host.name: _last_line(done.stderr)
-        for report, done in zip(reports, ended, strict=True)
-        if done.returncode
+        report.host.name: _cause(done.stderr) for report, done in zip(reports, ended, strict=True) if done.returncode
     }
     printed = [line.removeprefix(_MARK) for line in ended[0].stdout.splitlines() if line.startswith(_MARK)]
     return AllReduceResult(float(printed[0]) if printed and not failures else None, failures)
@@ -77,9 +76,10 @@ def _own_address(first: HostReport, examination: Examination) -> str:
     return first.fact("network")["address"] or first.host.name
 
 
-def _last_line(errors: str) -> str:
+def _cause(errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    return lines[-1] if lines else "it ended without output"
+    of_ranks = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
+    return next(iter(of_ranks or reversed(lines)), "it ended without output")
 
 
 def main() -> None:
@@ -99,6 +99,14 @@ def main() -> None:
 
 
 def _run_rank(request: Mapping[str, Any], rank: int, slot: int) -> None:
+    """Measure as one rank. An error is one line: torch adds stack frames of C++ to its own."""
+    try:
+        _measure(request, rank, slot)
+    except Exception as error:
+        sys.exit(f"{_MARK}rank {rank}: {first_line(error)}")
+
+
+def _measure(request: Mapping[str, Any], rank: int, slot: int) -> None:
     """Join the process group, warm up, time the all-reduce, and print the bandwidth on rank 0."""
     signal.alarm(int(request["seconds"]) + 5)  # ends a rank that hangs in spite of the timeouts
 
@@ -122,7 +130,7 @@ def _run_rank(request: Mapping[str, Any], rank: int, slot: int) -> None:
     for _ in range(2):
         dist.all_reduce(tensor[: _MIB // 4].fill_(1))
     if int(tensor[0]) != world_size:
-        sys.exit(f"the sum over {world_size} ranks was {int(tensor[0])}")
+        raise ArithmeticError(f"the sum over {world_size} ranks was {int(tensor[0])}")
     best = min(_seconds(dist, tensor.fill_(1), on_gpu) for _ in range(3))
     if rank == 0:
         print(f"{_MARK}{2 * (world_size - 1) / world_size * size / best}", flush=True)

@@ -72,11 +72,18 @@ def check_port(host: HostContext) -> Iterator[CheckResult]:
 
 
 def check_interface(host: HostContext) -> Iterator[CheckResult]:
-    """The network interface set for gloo or NCCL exists; if none is set, gloo finds one that other hosts can reach."""
+    """The network interface set for gloo or NCCL exists; if none is set, gloo finds one that other hosts can reach.
+
+    Ranks of a single host connect to its loopback.
+    """
     network, on_cpu = host.fact("network"), host.examination.device == "cpu"
     variable = "GLOO_SOCKET_IFNAME" if on_cpu else "NCCL_SOCKET_IFNAME"
     sent, place = host.request["environ"], " in .deepspeed_env"
     if len(host.all_reports) == 1:  # its ranks inherit the variables of their launcher
+        if error := network["loopback"]:
+            problem = f"127.0.0.1 cannot be reached ({error}); ranks connect to it"
+            yield CheckResult(False, problem, host.fix("ip", "link", "set", "lo", "up"))
+            return
         sent, place = {**sent, **host.examination.environ}, ""
     setting = sent.get(variable)
     fine, problem = f"{variable}={setting}" if setting else "found automatically", None

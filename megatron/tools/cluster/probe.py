@@ -22,6 +22,7 @@ import time
 from megatron.checkpoint.folder_lock import start_time
 from megatron.common.processes import machine_id
 from megatron.data.fingerprint import data_hash
+from megatron.launch.host_limits import connect_to_itself
 
 MARK = "megatron-probe "
 """Prefix of the line of output, since shells may print other lines before."""
@@ -152,6 +153,7 @@ def _network(request):
         "interfaces": sorted(os.listdir("/sys/class/net")),
         "hostname": socket.gethostname(),
         "own_addresses": own,
+        "loopback": _attempt(lambda _: connect_to_itself(), request).get("error"),
         "address": (_output("hostname", "-I") or "").split(" ")[0],
     }
 

@@ -16,6 +16,7 @@ from megatron.common import reading
 from megatron.common.processes import machine_id
 from megatron.config import RunConfig
 from megatron.data import fingerprint
+from megatron.launch.host_limits import connect_to_itself
 from megatron.tools.cluster import probe
 from megatron.tools.cluster.hostfile import Host, is_this_host
 from megatron.tools.cluster.remote import ssh_command
@@ -160,7 +161,7 @@ def _run_probe(host: Host, command: Sequence[str], request: Mapping[str, Any], s
 
 
 def _sources() -> str:
-    parts = (reading, fingerprint, machine_id, folder_lock.start_time, probe)
+    parts = (reading, fingerprint, machine_id, folder_lock.start_time, connect_to_itself, probe)
     lines = "\n".join(inspect.getsource(part) for part in parts).split("\n")
     # numpy is for the cache of hashes, which the probe does not use.
     own = "\n".join(line for line in lines if not line.startswith(("from megatron.", "import numpy")))

@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -240,14 +240,14 @@ def test_failed_all_reduce_is_reported(local_hosts: LocalHosts, folder: Path) ->
     """The ranks are sent to an unused address."""
     place = ["--master_addr", "198.51.100.1", "--master_port", str(free_port()), "--time-limit", "5"]
     code, printed = start(local_hosts, folder, "host-a", *place)
-    assert code == 6 and "BAD  all-reduce   host-a: " in printed, printed
+    assert code == 6 and "BAD  all-reduce   host-a: rank 0: " in printed, printed
 
 
-def without_sshd(folder: Path, *words: str, **environ: str) -> tuple[int, str]:
+def without_sshd(folder: Path, *words: str, around: Sequence[str] = (), **environ: str) -> tuple[int, str]:
     """Exit code and output of the doctor on a machine whose ssh is answered by no host."""
     (folder / "ssh").write_text("#!/bin/sh\necho 'ssh: connect to host: Connection refused' >&2; exit 255\n")
     (folder / "ssh").chmod(0o755)
-    tool = [sys.executable, str(ROOT / "tools" / "doctor.py"), *words]
+    tool = [*around, sys.executable, str(ROOT / "tools" / "doctor.py"), *words]
     environ |= {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), "DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(tool, cwd=folder, env=environ, capture_output=True, text=True, timeout=TIME_LIMIT)
     assert ended.stderr == ""
@@ -282,6 +282,13 @@ def test_the_ranks_of_a_single_host_inherit_the_interface(folder: Path) -> None:
     code, printed = without_sshd(folder, "--quick", "--master_port", str(free_port()), GLOO_SOCKET_IFNAME="nope0")
     assert code == 6 and "BAD  interface    GLOO_SOCKET_IFNAME=nope0: no nope0, only " in printed, printed
     assert "address  # then set GLOO_SOCKET_IFNAME\n" in printed
+
+
+@needs_mounts
+def test_a_host_without_a_loopback_is_named(folder: Path) -> None:
+    code, printed = without_sshd(folder, "--num_gpus", "2", "--master_port", str(free_port()), around=["unshare", "-n"])
+    assert code == 6 and "BAD  interface    127.0.0.1 cannot be reached " in printed, printed
+    assert "fix: ip link set lo up\n" in printed and printed.endswith("2 ranks: 1 check failed\n"), "before the ranks"
 
 
 def test_the_probe_needs_nothing_but_python(folder: Path) -> None:
