@@ -65,7 +65,8 @@ def main() -> None:
     check_tokenizer_folder(kind, args.tokenizer_model)
     vocab_file, merge_file = tokenizer_files(kind, args.vocab_file, args.merge_file, args.tokenizer_model)
     folder = Path(vocab_file or ".").parent
-    template = find_chat_template(args.chat_template, folder) if args.format in _WITH_TEMPLATE else None
+    needs_template, what = args.format in _WITH_TEMPLATE, f"--format {args.format}"
+    template = find_chat_template(args.chat_template, folder, what) if needs_template else None
     job = Job(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,

@@ -65,7 +65,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "metrics": lambda path: list(read_metrics(path)),
     "trace": read_timeline,
     "key": lambda path: read_key(path, {}),
-    "template": lambda path: chat_template(find_chat_template(str(path), path.parent), _NULL),
+    "template": lambda path: chat_template(find_chat_template(str(path), path.parent, "a test"), _NULL),
     "manifest.json": lambda path: read_manifest(path.parent),
     "model.pt": read_file,
     "model.safetensors": read_entries,

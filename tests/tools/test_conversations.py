@@ -225,7 +225,7 @@ def test_another_spelling_of_a_word_that_is_special_is_an_error(chat_folder: Pat
     encoder.add_special_tokens([AddedToken(text, normalized=False) for text in ("<s>", "</s>")])
     encoder.save(file := str(chat_folder / "tokenizer.json"))
     tokenizer = build_tokenizer("HuggingFaceTokenizer", file, None)
-    template = chat_template(find_chat_template(None, chat_folder), tokenizer)
+    template = chat_template(find_chat_template(None, chat_folder, "a test"), tokenizer)
     [(ids, _)] = tokenize_texts(tokenizer, [template.conversation(said("a"))])
     assert ids.count(tokenizer.eod) == 1
     with pytest.raises(DataError, match="message 1 contains '</s>'"):
@@ -240,7 +240,7 @@ def test_tokens_and_mask_are_those_of_transformers(chat_folder: Path) -> None:
     theirs.backend_tokenizer.model.dropout = None
     found = theirs.apply_chat_template(MESSAGES, return_dict=True, return_assistant_tokens_mask=True)
     ours = build_tokenizer("HuggingFaceTokenizer", str(chat_folder / "tokenizer.json"), None)
-    template = chat_template(find_chat_template(None, chat_folder), ours)
+    template = chat_template(find_chat_template(None, chat_folder, "a test"), ours)
     [(ids, mask)] = tokenize_texts(ours, [template.conversation(MESSAGES)])
     assert (ids, mask) == (found["input_ids"], found["assistant_masks"]) and 0 < sum(mask) < len(mask)
     assert ours.has_dropout and ours.tokenize("kind kind") == ours.tokenize("kind kind")
@@ -283,13 +283,13 @@ def test_tools_are_for_the_template_of_that_name_as_in_transformers(chat_folder:
     (chat_folder / "chat_template.jinja").unlink()
     theirs.save_pretrained(chat_folder, save_jinja_files=in_files)
     tokenizer = build_tokenizer("HuggingFaceTokenizer", str(chat_folder / "tokenizer.json"), None)
-    template = chat_template(find_chat_template(None, chat_folder), tokenizer)
+    template = chat_template(find_chat_template(None, chat_folder, "a test"), tokenizer)
     kept = chat_folder / "kept"
     copy_carried(carried_files(chat_folder), kept)
     copies = [template, recorded_template(record_of(template), tokenizer)]
-    copies += [chat_template(find_chat_template(None, kept), tokenizer)]
+    copies += [chat_template(find_chat_template(None, kept, "a test"), tokenizer)]
     keep_chat_template(kept, {"config": {"data": {"chat_template": record_of(template)}}})
-    copies += [chat_template(find_chat_template(None, kept), tokenizer)]
+    copies += [chat_template(find_chat_template(None, kept, "a test"), tokenizer)]
     assert PreTrainedTokenizerFast.from_pretrained(kept).chat_template == theirs.chat_template
     assert not list(_contradictions({"data": {"chat_template": record_of(template)}}))
     for tools in (None, [], [{"name": "kind"}]):
@@ -357,7 +357,7 @@ def job_of(folder: Path, line: dict, kind: str, template: str = WORD_TEMPLATE, *
         tokenizer_type="WhitespaceTokenizer",
         vocab_file=str(folder / "vocab.json"),
         conversations=kind,
-        chat_template=find_chat_template(None, folder) if kind == "messages" else None,
+        chat_template=find_chat_template(None, folder, "a test") if kind == "messages" else None,
         **settings,
     )
 
@@ -453,12 +453,14 @@ def test_a_device_in_place_of_a_template_is_named(tmp_path: Path, name: str) -> 
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).symlink_to("/dev/zero")
     with pytest.raises(UserError, match=f"{tmp_path / name}: .*a device, not a file"):
-        chat_template(find_chat_template(None, tmp_path), build_tokenizer("NullTokenizer", None, None, vocab_size=9))
+        chat_template(
+            find_chat_template(None, tmp_path, "a test"), build_tokenizer("NullTokenizer", None, None, vocab_size=9)
+        )
 
 
 def test_no_template_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give --chat-template"):
-        find_chat_template(None, tmp_path)
+        find_chat_template(None, tmp_path, "a test")
     (empty := tmp_path / "empty.jinja").write_text("\n")
     with pytest.raises(ConfigError, match=f"{empty}: the chat template is empty"):
         chat_template(str(empty), build_tokenizer("NullTokenizer", None, None, vocab_size=9))

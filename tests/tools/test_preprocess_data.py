@@ -161,6 +161,11 @@ def test_bad_lines_can_be_skipped(tmp_path: Path, command: Callable, run: Callab
         (["--image-tokens", "4"], 2, "--image-tokens without --format images"),
         (["--format", "images", "--image-tokens", "4", "--image-token-id", "1", "--resume"], 2, "cannot be resumed"),
         (
+            ["--format", "images", "--image-tokens", "4", "--image-token-id", "1"],
+            2,
+            "--format images needs a chat template",
+        ),
+        (
             ["--format=images", "--image-tokens=4", "--image-token-id=99", f"--chat-template={ROOT / 'README.md'}"],
             2,
             "--image-token-id 99 is beyond the vocabulary of",

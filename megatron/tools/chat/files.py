@@ -120,8 +120,11 @@ def other_templates(file: str | None) -> list[Path]:
     return sorted((path.parent / OTHER_TEMPLATES).glob("*.jinja")) if is_own else []
 
 
-def find_chat_template(chosen: str | None, folder: Path, what: str = "--format messages") -> str:
-    """The path of the chat template: ``chosen``, or a file in the tokenizer's folder. Raises ConfigError if absent."""
+def find_chat_template(chosen: str | None, folder: Path, what: str) -> str:
+    """The path of the chat template: ``chosen``, or a file in the tokenizer's folder.
+
+    Raises ConfigError, which says that ``what`` needs one, if it is absent.
+    """
     if chosen is not None:
         if not Path(chosen).exists():
             raise ConfigError(f"--chat-template {chosen}: no such file")
