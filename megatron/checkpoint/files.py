@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_128, xxh3_128_digest
 
-from megatron.common.errors import CheckpointError, ResourceError, limit_advice
+from megatron.common.errors import CheckpointError, ResourceError, limit_advice, unwritable
 from megatron.common.files import file_mode, folder_mode, lacks_inodes, replace_file, sync_folder
 from megatron.common.reading import regular
 
@@ -161,13 +161,11 @@ def disk_errors(folder: Path, what: str, size: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        file = f"{error.filename}: " if error.filename else ""
-        problem = f"{what} cannot be written ({file}{error.strerror or error})"
+        problem = unwritable(what, error)
         if (advice := limit_advice(error)) is None:
             raise CheckpointError(f"--save {folder}: {problem}: check the disk, or name another folder") from error
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            problem = f"{_no_space(folder, what, size)} ({error.strerror})"
-        advice = SAVE_ADVICE if error.errno in (errno.ENOSPC, errno.EDQUOT) else advice
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            problem, advice = f"{_no_space(folder, what, size)} ({error.strerror})", SAVE_ADVICE
         raise ResourceError(f"--save {folder}: {problem}: {advice}") from error
 
 

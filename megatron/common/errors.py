@@ -108,6 +108,13 @@ def reason(error: BaseException) -> str:
     return getattr(error, "strerror", None) or first_line(error)
 
 
+def unwritable(what: str, error: OSError) -> str:
+    """That ``what`` cannot be written, with the file, if it is known, and the reason."""
+    name = error.filename
+    file = f"{os.fsdecode(name) if isinstance(name, bytes) else name}: " if name else ""
+    return f"{what} cannot be written ({file}{error.strerror or error})"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the host or the device is out of memory. Recognizes torch's error without importing torch."""
     is_torch_error = type(error).__name__ == "OutOfMemoryError"

@@ -111,6 +111,10 @@ def replace_file(path: Path, *, text: bool = False, durable: bool = True) -> Ite
                 if durable:
                     os.fsync(file.fileno())
             os.replace(temporary, path)
+        except OSError as error:
+            if error.filename in (None, str(temporary)):
+                error.filename = str(path)
+            raise
         finally:
             temporary.unlink(missing_ok=True)
     if durable:

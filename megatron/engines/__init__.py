@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megatron.common.errors import unwritable
+
 TESTED_VERSION = "0.19.8"
 """The DeepSpeed version that this package is tested with."""
 
@@ -153,7 +155,7 @@ def _until_unwritable(write: Callable[..., None], what: str) -> Callable[..., No
         except OSError as error:
             works, sys.stdout = False, screen
             # Not to stdout, which is silenced while an engine is built.
-            print(f"  warning: {what} cannot be written ({error.strerror}); continuing without", file=sys.stderr)
+            print(f"  warning: {unwritable(what, error)}; continuing without", file=sys.stderr)
 
     return guarded
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.common.errors import unwritable
 from megatron.config import RunConfig
 from megatron.parallel.pipeline.schedule import InstructionHook
 
@@ -68,4 +69,4 @@ def warn_if_unwritable(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        print(f"  warning: {what} cannot be written ({error.strerror}); continuing without", flush=True)
+        print(f"  warning: {unwritable(what, error)}; continuing without", flush=True)

@@ -91,7 +91,7 @@ class Profiler(Callback):
         with TemporaryDirectory(UNFINISHED, ".", file.parent, ignore_cleanup_errors=True) as folder:
             self._profile.export_chrome_trace(str(written := Path(folder, file.name)))
             if not written.exists():
-                raise OSError(errno.EIO, f"torch did not write {file.name}", str(file))
+                raise OSError(errno.EIO, "torch did not write it", str(file))
             os.replace(written, file)
 
 

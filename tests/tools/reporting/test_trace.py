@@ -177,6 +177,7 @@ def test_a_profile_that_torch_did_not_write_is_a_warning(tmp_path: Path, capsys:
         assert callback._profile is not None
         callback._profile.export_chrome_trace = lambda path: Path(f"{path}.tmp").write_text("{")
     assert capsys.readouterr().out == (
-        "  warning: the profile cannot be written (torch did not write profile-rank0.json); continuing without\n"
+        f"  warning: the profile cannot be written ({tmp_path}/profile-rank0.json: "
+        "torch did not write it); continuing without\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["profile-rank0.txt"]
