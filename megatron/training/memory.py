@@ -67,7 +67,7 @@ def _message(progress: ProgressState, error: str, free: int, allocated: int, pla
 def _write_report(run: RunConfig, rank: int, message: str, plan: MemoryPlan | None) -> str:
     """Write memory-rankN.txt. Returns ``message``, with the path of the file if it could be written."""
     file = Path(run.observe.profile_dir or run.observe.run_dir or run.checkpoint.save or ".") / f"memory-rank{rank}.txt"
-    with warn_if_unwritable(str(file)):
+    with warn_if_unwritable("the list of tensors"):
         file.parent.mkdir(parents=True, exist_ok=True)
         rows = [message, ""]
         if plan is not None:
@@ -119,8 +119,8 @@ def _live_tensors() -> Counter[tuple]:
     """Bytes of the live tensors by shape, dtype and device; each storage is counted once."""
     sizes: Counter[tuple] = Counter()
     seen = set()
-    for candidate in gc.get_objects():
-        if isinstance(candidate, torch.Tensor) and candidate.layout == torch.strided:
+    for candidate in gc.get_objects():  # isinstance would ask objects of torch for their class, which warn
+        if issubclass(type(candidate), torch.Tensor) and candidate.layout == torch.strided:
             storage = candidate.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())

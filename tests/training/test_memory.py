@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from support.command_lines import parse
 
@@ -45,6 +46,19 @@ def test_the_smallest_change_comes_first() -> None:
     assert smallest_change(run, 0, states / 2).startswith(
         "no smaller micro-batch, recomputation or ZeRO stage would fit"
     )
+
+
+class Deprecated:
+    """Warns when it is asked for its class, as torch.distributed.reduce_op does."""
+
+    @property
+    def __class__(self) -> type:
+        raise FutureWarning
+
+
+def test_no_object_is_asked_for_its_class_while_tensors_are_listed() -> None:
+    held = torch.nn.Parameter(torch.ones(3, 41)), Deprecated()
+    assert memory._live_tensors()[3, 41, "torch.float32", "cpu"] == held[0].nbytes
 
 
 @pytest.mark.parametrize(
