@@ -81,8 +81,8 @@ def check_interface(host: HostContext) -> Iterator[CheckResult]:
     sent, place = host.request["environ"], " in .deepspeed_env"
     if len(host.all_reports) == 1:  # its ranks inherit the variables of their launcher
         if error := network["loopback"]:
-            problem = f"127.0.0.1 cannot be reached ({error}); ranks connect to it"
-            yield CheckResult(False, problem, host.fix("ip", "link", "set", "lo", "up"))
+            found = f"127.0.0.1 cannot be reached ({error}); ranks connect to it"
+            yield CheckResult(False, found, host.fix("ip", "link", "set", "lo", "up"))
             return
         sent, place = {**sent, **host.examination.environ}, ""
     setting = sent.get(variable)
