@@ -26,7 +26,7 @@ from _atomic_file import atomic_file
 
 from megatron.cli.flags import read_flags
 from megatron.cli.provided import Provided
-from megatron.common.errors import ConfigError
+from megatron.common.errors import ConfigError, escaped
 from megatron.common.tokenizer_files import check_tokenizer_folder, tokenizer_files, tokenizer_kind
 from megatron.config import DataConfig
 from megatron.config.data import read_blend
@@ -141,7 +141,7 @@ def _print(args: argparse.Namespace, found: Any, lines: Iterable[str]) -> None:
         print(json.dumps(found, indent=2))
     else:
         for line in lines:
-            print(line)
+            print(escaped(line, "\n\t"))
 
 
 def _parser() -> ToolParser:

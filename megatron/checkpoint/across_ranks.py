@@ -1,5 +1,6 @@
 """Checks what the files of several ranks of a checkpoint have in common. ``schema`` checks those of a single rank."""
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -11,7 +12,10 @@ from torch import Tensor
 from megatron.checkpoint.checks import check_numbers, form_errors, wrong
 from megatron.checkpoint.collective_errors import gathered_on_rank_0, on_all_ranks
 from megatron.checkpoint.parameter_state import SavedStates
+from megatron.checkpoint.run_file import SavedRun
+from megatron.checkpoint.saved_files import SavedFiles
 from megatron.checkpoint.schema import Steps, check_numbering, check_same
+from megatron.common.errors import shown
 
 _ALL = slice(None)
 _ROUNDING = 1e-3
@@ -29,9 +33,31 @@ def check_states(states: SavedStates, part: slice = _ALL) -> Steps:
             with form_errors(file):
                 steps |= check_numbering(file, base, states.saved.iteration)
         check_same("step counts", [steps])
+    check_alike(states.files, part)
     check_shards(states, part)
     check_copies(states, part)
     return steps
+
+
+_OF_ONE_RANK = """module optimizer buffer_names param_shapes shared_params frozen_param_shapes frozen_param_fragments
+    universal_checkpoint_info args ds_config""".split()
+"""Entries of a rank's file that are its own; all others are those of the run. The last two are not loaded."""
+
+
+def check_alike(files: SavedFiles, part: slice = _ALL) -> None:
+    """Raise CheckpointError unless the files of ranks agree on what is that of the run, such as schedule and counts."""
+    first, *others = files.all_models()
+    for file in others[part]:
+        with form_errors(file.path):
+            for key in sorted((first.content.keys() | file.content.keys()) - {*_OF_ONE_RANK}):
+                found, expected = (each.find([key]) for each in (file, first))
+                if found != expected:
+                    if isinstance(found, Mapping) and isinstance(expected, Mapping):
+                        found, expected = (
+                            {key: value for key, value in one.items() if key not in other or other[key] != value}
+                            for one, other in ((found, expected), (expected, found))
+                        )
+                    raise wrong(file.path, key, shown(found), f"{shown(expected)} as in {first.path.name}")
 
 
 def check_shards(states: SavedStates, part: slice = _ALL, *, optimizer: bool = True) -> None:
@@ -70,9 +96,17 @@ def check_share_of_states(states: SavedStates) -> None:
     gathered_on_rank_0(lambda: check_states(states, _own_share()), partial(check_same, "step counts"))
 
 
-def check_share_of_copies(states: SavedStates) -> None:
-    """``check_copies``, distributed: each rank compares every n-th parameter. Every rank must call it."""
-    on_all_ranks(lambda: check_copies(states, _own_share()))
+def check_share_of_copies(saved: SavedRun, *, has_spec: bool) -> None:
+    """``check_alike`` and, of a model that ``has_spec``, ``check_copies``, distributed: each rank compares every n-th
+    file and parameter. Every rank must call it.
+    """
+
+    def check() -> None:
+        check_alike(SavedFiles(saved, verified=True), _own_share())
+        if has_spec:
+            check_copies(SavedStates(saved, verified=True), _own_share())
+
+    on_all_ranks(check)
 
 
 def _own_share() -> slice:

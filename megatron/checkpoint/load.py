@@ -16,7 +16,6 @@ from megatron.checkpoint.checks import form_errors, value_at
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly, overridden_settings
 from megatron.checkpoint.manifest import Manifest, check_content, read_manifest
-from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.resharding import load_resharded
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.schema import read_rank_files
@@ -169,8 +168,7 @@ def _load_state(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout,
     has_spec = architecture_of(run.model).provider is None
     # Each rank reads the files that it would write itself.
     contents = read_rank_files(engine, saved, optimizer=with_optimizer, progress=not config.finetune, has_spec=has_spec)
-    if has_spec:
-        check_share_of_copies(SavedStates(saved, verified=True))
+    check_share_of_copies(saved, has_spec=has_spec)
     with engine.checkpoint_engine.holding(contents), form_errors(saved.path):
         engine.load_checkpoint(
             str(saved.folder),

@@ -96,8 +96,11 @@ class SavedStates:
         first = self._first_weight(name, tensor_rank)
         if not (self.specs[name].is_expert and self.layout.expert_parallel_size > 1):
             return first
-        stages = (stage * self.layout.model_parallel_size + tensor_rank for stage in self.files.stages())
-        others = next(files for rank in stages if name in (files := self.files.others(rank))[0].content)
+        ranks = [stage * self.layout.model_parallel_size + tensor_rank for stage in self.files.stages()]
+        others = next((files for rank in ranks if name in (files := self.files.others(rank))[0].content), None)
+        if others is None:
+            lacking = " and ".join(str(self.files.others(rank)[0].path) for rank in ranks)
+            raise CheckpointError(f"{lacking}: no weight {name}")
         return joined([first, *(self._tensor(name, other, name, WEIGHT) for other in others)])
 
     def _first_weight(self, name: str, tensor_rank: int) -> Stored:

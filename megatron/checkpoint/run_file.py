@@ -3,6 +3,7 @@
 ``describe`` makes its content, and ``SavedRun`` gives access to it.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import Any
 
 from megatron.checkpoint.sample_history import Segment, extended, read_history
 from megatron.checkpoint.saved_layout import SavedLayout, layout_keys
-from megatron.common.errors import CheckpointError
+from megatron.common.errors import CheckpointError, shown
 from megatron.common.reading import type_problem
 from megatron.config import DataConfig, ModelConfig, RunConfig, TrainConfig, sections
 from megatron.config.fields import field_problems
@@ -33,11 +34,14 @@ _KINDS = {
     "layout": dict[str, Any],
     "settings": dict[str, Any],
     "schedule": dict[str, Any],
+    "optimizer": str,
     "has_optimizer": bool,
     "has_rng": bool,
     "config": dict[str, dict[str, Any]],
 }
 """The types of the values of ``run.json``."""
+_OPTIMIZER = re.compile(r"\w{1,64} \w{1,64}")
+"""Package and class."""
 
 
 def checked_description(tree: Any, where: str) -> dict[str, Any]:
@@ -65,6 +69,8 @@ def checked_description(tree: Any, where: str) -> dict[str, Any]:
             has_ranges = kind in (ModelConfig, DataConfig, TrainConfig)
             problems += field_problems(kind, tree["config"].get(name, {}), ranges=has_ranges)
         problems += [] if "model" in tree["config"] else ["config has no model"]
+        name = tree.get("optimizer", "torch AdamW")
+        problems += [] if _OPTIMIZER.fullmatch(name) else [f"optimizer is {shown(name)}, which is no name of one"]
         # Only versions before the ledger saved no settings to compare.
         problems += ["settings are missing"] if "ledger" in tree and not tree.get("settings") else []
         problems += [

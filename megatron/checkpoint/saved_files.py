@@ -42,6 +42,12 @@ class SavedFiles:
         """The file of a model-parallel rank; at ZeRO 3 also of a data-parallel one."""
         return self.opened(model_file(self._saved.path, self._layout, mp_rank, zero_rank))
 
+    def all_models(self) -> list[StoredFile]:
+        """The files of all model-parallel ranks; at ZeRO 3 also of all data-parallel ones."""
+        zero_ranks = range(self._layout.zero_ranks if self._layout.zero_stage == 3 else 1)
+        ranks = range(len(self.stages()) * self._layout.model_parallel_size)
+        return [self.model(*pair) for pair in product(ranks, zero_ranks)]
+
     def partition(self, zero_rank: int, mp_rank: int) -> StoredFile:
         """The file of the optimizer's partition ``zero_rank``."""
         return self.opened(optimizer_file(self._saved.path, self._layout, zero_rank, mp_rank))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from packaging.version import Version
 from torch import Tensor, nn
 
 from megatron.checkpoint.checks import (
@@ -51,7 +52,7 @@ class Updates(NamedTuple):
 
 
 def check_state(place: object, name: str, state: State, shape: Shape, updates: Updates) -> int | None:
-    """Check the ``state`` of a parameter. Returns its step count, if it has second moments.
+    """Check the ``state`` of a parameter. Returns its step count, if it has one, as with second moments it must.
 
     Raises CheckpointError unless weight and moments match ``shape`` and ``updates``.
     """
@@ -71,7 +72,7 @@ def check_state(place: object, name: str, state: State, shape: Shape, updates: U
 
 
 def _check_step(place: object, name: str, state: State, most: int) -> int | None:
-    if "exp_avg_sq" not in state:
+    if not state.keys() & {"step", "exp_avg_sq"}:
         return None
     step = state.get("step")
     step = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
@@ -196,6 +197,8 @@ def _check_optimizer(
         # At ZeRO 1 and 2 a checkpoint of an earlier version may lack it.
         if (key in found or "fp32_flat_groups" in expected) and type(found[key]) is not type(expected[key]):
             raise wrong(place, key, type(found[key]).__name__, type(expected[key]).__name__)
+    if "ds_version" in expected:
+        Version(value_at(place, found, "ds_version"))  # as DeepSpeed does, without naming the file
     if (paddings := found.get(PADDINGS)) not in (None, expected.get(PADDINGS)):
         raise wrong(place, PADDINGS, str(paddings), str(expected.get(PADDINGS)))
     for key in expected.keys() & _MASTERS:

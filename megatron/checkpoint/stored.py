@@ -60,6 +60,11 @@ class Piece(NamedTuple):
     begin: int
     end: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the elements."""
+        return self.file.find(self.keys).dtype
+
 
 class Stored:
     """A tensor that is stored in pieces in one or several files."""
@@ -70,7 +75,7 @@ class Stored:
     @property
     def dtype(self) -> torch.dtype:
         """Type of the elements."""
-        return self.pieces[0].file.find(self.pieces[0].keys).dtype
+        return self.pieces[0].dtype
 
     @property
     def path(self) -> Path:
@@ -183,7 +188,13 @@ class Shard:
             if low >= high:  # no element is asked for
                 continue
             stored_rows = range(rows.start + self._row, rows.stop + self._row)
-            part = self._parts(number).columns(self._part_width, stored_rows, low - at, high - at, used_as)
+            stored = self._parts(number)
+            part = stored.columns(self._part_width, stored_rows, low - at, high - at, used_as)
+            if part.dtype != matrix.dtype:  # it would be rounded
+                piece = next(piece for piece in stored.pieces if piece.dtype == part.dtype)
+                raise wrong(
+                    piece.file.path, name_of(piece.keys), f"of {part.dtype}", f"of {self.dtype} as in {self.path.name}"
+                )
             matrix[:, low - first : high - first] = part
         return matrix.flatten()[begin - rows.start * self._width - skipped :][: end - begin]
 

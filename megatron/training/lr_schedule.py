@@ -24,6 +24,9 @@ from megatron.common.errors import ConfigError
 EXPONENTIAL_FLOOR = 1e-3
 """Smallest fraction of the peak at which the exponential curve ends, since a geometric curve never reaches 0."""
 
+_LATEST = 1 << 53
+"""The last iteration or sample that a float counts exactly."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
@@ -99,8 +102,8 @@ class LRSchedule:
             yield f"--lr {self.start_lr} must be a number of 0 or more"
         elif not 0 <= self.min_lr <= self.start_lr:
             yield f"--min-lr {self.min_lr} must be between 0 and --lr {self.start_lr}"
-        if self.end_iter < 0:
-            yield f"--lr-decay-iters {self.end_iter} must not be negative"
+        if not 0 <= self.end_iter <= _LATEST:
+            yield f"--lr-decay-iters {self.end_iter} must be between 0 and 2^53"
         elif not 0 <= self.warmup_iter <= self.end_iter:
             yield (
                 f"--warmup: {self.warmup_iter} iterations of warm-up must be between 0 and the {self.end_iter} of "

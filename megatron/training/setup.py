@@ -22,7 +22,7 @@ from megatron.checkpoint.load import Loaded, load_checkpoint
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.save import Checkpointer
 from megatron.checkpoint.tracker import replaces_others
-from megatron.common.errors import ConfigError, counted, first_line
+from megatron.common.errors import ConfigError, counted, first_line, one_line
 from megatron.config import RunConfig, flag_fields
 from megatron.config.fields import flag_of
 from megatron.engines import deepspeed_silenced
@@ -179,7 +179,7 @@ def _log_start(
         method = "through symmetric memory" if layout.forward_chunks == BY_RANK else f"in {CHUNKS} chunks"
         log.info(f"> forward matmuls of tensor-parallel layers communicate {method}")
     for remark in loaded.remarks:
-        log.info(f"> {remark}")
+        log.info(f"> {one_line(remark)}")
     if replaces_others(run, saved):
         save = run.checkpoint.save
         log.info(

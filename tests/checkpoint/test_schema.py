@@ -19,6 +19,7 @@ from support.training import started_engine
 from megatron.checkpoint.checks import form_errors
 from megatron.checkpoint.commit import write_description
 from megatron.checkpoint.manifest import write_manifest
+from megatron.checkpoint.schema import Updates, check_state
 from megatron.checkpoint.tracker import newest, tag_at
 from megatron.common.errors import CheckpointError
 from megatron.tools.convert.load_and_save import lazy_weights
@@ -29,7 +30,7 @@ RANK, ZERO = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_stat
 RNG = "rng_state_00000.pt"
 RANK_AT_ZERO3, RANK_1_AT_ZERO3 = (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2))
 LAYER, LAYER_1 = "layer_03-model_00-model_states.pt", "layer_03-model_01-model_states.pt"
-ZERO_1 = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+RANK_1, ZERO_1 = "mp_rank_01_model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"
 
 
 def sealed(folder: Path, name: str, change: Change | str | None) -> Path:
@@ -107,6 +108,7 @@ def other_moments(names: set[str], others: set[str]) -> Change:
 STATE = "optimizer/state/0"
 BASE = "optimizer_state_dict/base_optimizer_state"
 DENSE = "module/3.attention.dense.weight"
+VERSION = "optimizer_state_dict/ds_version"
 PADDINGS = "optimizer_state_dict/param_alignment_paddings"
 MUON, ADAM = {"momentum_buffer"}, {"exp_avg", "exp_avg_sq"}
 CASES: dict[str, list[tuple[str, Change | str | None, str]]] = {
@@ -189,6 +191,7 @@ CASES: dict[str, list[tuple[str, Change | str | None, str]]] = {
         (ZERO, put(f"{BASE}/state/1/exp_avg_sq", with_element(-1)), r"state\[1\].exp_avg_sq is from -1 on"),
         (ZERO, put(f"{BASE}/state/1/step", lambda _: 1), r"step counts are \[1, 3\]"),
         (ZERO, put(f"{BASE}/state/1/exp_avg", lambda t: t.tolist()), "exp_avg is of type list"),
+        *((ZERO_1, put(VERSION, lambda _, v=v: v), f"{ZERO_1} lacks a part.*Invalid v") for v in (5, None, "5\x1b")),
         (ZERO_1, put("optimizer_state_dict/loss_scaler", scale_1024), r"loss scales are \[1.*, 1024.0\]"),
         (ZERO, put(f"{BASE}/param_groups", lambda _: []), "numbers of the parameters in the groups"),
         (
@@ -205,6 +208,8 @@ CASES: dict[str, list[tuple[str, Change | str | None, str]]] = {
         (ZERO, put(f"{PADDINGS}/0", lambda p: ["8", *p[1:]]), r"param_alignment_paddings.* is .*\['8', "),
         (ZERO, put(PADDINGS, lambda p: "8"), r"param_alignment_paddings.* is "),
         (ZERO, put("optimizer_state_dict", lambda _: None), "optimizer.* is of type NoneType, and should be a "),
+        (RANK_1, put("ds_version", lambda _: 5), f"{RANK_1}: ds_version is 5, and should be .* as in {RANK}"),
+        (RANK_1, put("tokens", lambda _: 5), f"{RANK_1}: tokens is 5, and should be .* as in {RANK}"),
     ],
     "dp2 zero3": [
         (
@@ -317,6 +322,8 @@ RESHARDED: list[tuple[str, str, Change, str]] = [
     ("tp2 pp2 zero1", RANK, put("lr_scheduler/num_iters", lambda _: 1), "num_iters is 1, and should be 3"),
     ("dp2 zero3", ZERO, put("optimizer_state_dict/loss_scaler", scale_nan), "the loss scale is nan"),
     ("dp2 zero3", RANK_AT_ZERO3, put("skipped_steps", lambda _: 1), "num_iters is 3, and should be 2"),
+    ("tp2 pp2 zero1", RANK_1, put("lr_scheduler/start_lr", lambda _: 0.5), r"lr_scheduler is {.start_lr.: 0.5}, and"),
+    ("tp2 pp2 zero1", RANK_1, put("skipped_steps", lambda _: 1), "skipped_steps is 1, and should be 0"),
     ("dp1", RANK, put("param_shapes", lambda _: 5), "lacks a part"),
     ("dp1", RANK, put("param_shapes", lambda _: [5]), "lacks a part"),
     ("dp1", RANK, put("optimizer", lambda _: 5), "(lacks a part|is of type int)"),
@@ -324,6 +331,7 @@ RESHARDED: list[tuple[str, str, Change, str]] = [
     ("dp1", RANK, put("param_shapes", exchanged), "is 3.attention.dense.weight, and should be 2.att"),
 ]
 NUMBERS: list[tuple[str, str, Change, str]] = [
+    ("tp2 pp2 zero1", ZERO_1, put(f"{MASTERS}/0", lambda t: t.double()), r"single.*\[0\] is of torch.float64"),
     (
         "tp2 pp2 zero1",
         ZERO,
@@ -345,8 +353,10 @@ NUMBERS: list[tuple[str, str, Change, str]] = [
 def test_it_is_not_read_for_another_layout(saved_on, run_ranks_once, programs: Programs, tmp_path: Path) -> None:
     """Neither converted nor loaded."""
     files_with_states = [case for case in CASES["tp2 pp2 zero1"] if case[0] in (ZERO, ZERO_1)]
-    # The loss scale is read from the first file.
-    changes = [case for case in files_with_states if not isinstance(case[1], str) and "scales" not in case[2]]
+    # The loss scale is read from the first file, and the version is not.
+    changes = [
+        case for case in files_with_states if not isinstance(case[1], str) and not re.search("scales|Invalid", case[2])
+    ]
     spoilt = [*(("tp2 pp2 zero1", name, change, "") for name, change, _ in changes), *RESHARDED]
     folders, files = [], []
     for number, (saver, name, change, text) in enumerate(spoilt):
@@ -413,6 +423,10 @@ def test_copies_are_compared_by_readers_of_weights(saved_on, tmp_path: Path) -> 
     folder = shutil.copytree(saved_on("tp2 pp2 zero1"), tmp_path / "saved")
     sealed(folder, LAYER_1, put("input_layernorm.weight", lambda t: t * 1.0001))
     lazy_weights(newest(folder))
+    file = sealed(folder, LAYER_1, put("attention.dense.weight", lambda t: t.half()))
+    with pytest.raises(CheckpointError, match=f"{file}: attention.dense.weight is of torch.float16, .* in {LAYER}"):
+        list(lazy_weights(newest(folder)).values())
+    sealed(folder, LAYER_1, put("attention.dense.weight", lambda t: t.float()))
     file = sealed(folder, LAYER_1, put("input_layernorm.weight", lambda t: t * 1.01))
     with pytest.raises(CheckpointError, match=f"{file}: 3.input_layernorm.weight.* 0.0.* in {LAYER}"):
         lazy_weights(newest(folder))
@@ -506,6 +520,8 @@ DESCRIPTIONS: list[tuple[str, str, Callable[[Any], Any], str]] = [
     ("dp1", "config/ds_config/optimizer", lambda _: [], "the optimizer in ds_config is not an object"),
     ("dp1", "config/ds_config/optimizer/params", lambda _: [], "the optimizer in ds_config is not an object"),
     ("dp1", "settings", lambda _: {}, "settings are missing"),
+    ("dp1", "optimizer", lambda _: {"a": "b"}, "optimizer: Input should be a valid string"),
+    ("dp1", "optimizer", lambda _: "\x1b[2J AdamW", "optimizer is .*, which is no name"),
     ("dp1", "ledger/0/layout", lambda _: {}, "the layout after iteration 0 is {}"),
     *(
         ("dp1", "left_out_samples", lambda _, end=end: [[0, end]], f"no run reads {end:,} samples")
@@ -513,6 +529,16 @@ DESCRIPTIONS: list[tuple[str, str, Callable[[Any], Any], str]] = [
     ),
 ]
 """A saver, a key of its ``run.json``, the change, and what is said."""
+
+
+@pytest.mark.parametrize("step", [None, -5, math.nan, 1e30, 1.5, True])
+def test_a_step_of_any_optimizer_is_in_range(step: Any) -> None:
+    for state in ({"row_var": torch.ones(2, 1), "col_var": torch.ones(1, 2)}, {"exp_avg": torch.ones(2, 2)}):
+        updates = Updates(state.keys(), 3)
+        assert check_state("file", "w", {**state, "step": torch.tensor(3.0)}, (2, 2), updates) == 3
+        assert check_state("file", "w", state, (2, 2), updates) is None
+        with pytest.raises(CheckpointError, match="file: w.step is "):
+            check_state("file", "w", {**state, "step": step}, (2, 2), updates)
 
 
 def test_a_description_that_does_not_fit_is_refused(saved_on, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from support.programs import Finished, Programs
 
 from megatron.tools.convert.inspection import find
 from megatron.tools.convert.load_and_save import read_weights
+from megatron.tools.convert.report import heading
 
 TOOL = "tools/inspect_checkpoint.py"
 TAG = "global_step3"
@@ -39,6 +40,12 @@ def test_facts_about_a_folder(programs: Programs, copy: Path):
     assert ["", "attention.query_key_value.weight", "96 x 32", "float32"] in [
         [part.strip() for part in row if part.strip() or part == row[0]][:4] for row in rows
     ]
+
+
+def test_texts_of_a_file_are_not_shown_as_they_are():
+    texts = "\x1b[2J", "x" * 100_000
+    shown = heading({"path": "a", "kind": "b", "versions": dict(zip("cd", texts, strict=True)), "tags": texts})
+    assert len(shown) < 1000 and shown.replace("\n", "").isprintable()
 
 
 def test_every_parameter_is_measured(programs: Programs, trained: Path, merged: Path):

@@ -110,8 +110,10 @@ def test_a_run_that_resumed_on_another_layout_shows_both(tool: Callable, folder:
     assert resume("", 0) == []
 
 
-def test_unreadable_file_is_a_one_line_error(tool: Callable, folder: Path) -> None:
-    (folder / "run.json").write_text('{"format": 1, "stages": [[1]]}')
+@pytest.mark.parametrize("change", [{"stages": [[1]]}, {"config": {"logging": ["x"]}}])
+def test_unreadable_file_is_a_one_line_error(tool: Callable, folder: Path, change: dict) -> None:
+    write_record(parse(f"--run-dir {folder} --data-path corpus"), "cpu")
+    (folder / "run.json").write_text(json.dumps({**json.loads((folder / "run.json").read_text()), **change}))
     finished = tool("report", folder)
     assert finished.returncode == 3
     assert finished.stderr.startswith("report.py: error: ") and "run.json: not a record of a run" in finished.stderr

@@ -101,7 +101,8 @@ def test_without_a_warm_up_the_inverse_square_root_counts_from_one():
     [
         ({"min_lr": 1.0}, ["--min-lr 1.0 must be between 0 and --lr 0.0008"]),
         ({"warmup_iter": 121}, ["--warmup: 121 iterations of warm-up must be between 0 and the 120"]),
-        ({"end_iter": -5}, ["--lr-decay-iters -5 must not be negative"]),
+        ({"end_iter": -5}, ["--lr-decay-iters -5 must be between 0 and 2^53"]),
+        ({"end_iter": 1 << 60}, [f"--lr-decay-iters {1 << 60} must be between 0 and 2^53"]),
         ({"decay_style": "WSD", "wsd_decay_iters": 101}, ["--lr-wsd-decay-iters 101 must be between 0 and the 100"]),
         (
             {"decay_style": "WSD", "wsd_decay_iters": 1, "wsd_decay_style": "constant"},

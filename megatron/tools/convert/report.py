@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.run_file import RUN_FILE
+from megatron.common.errors import one_line
 from megatron.model.architectures import GPT2, T5, architecture_of
 from megatron.model.huggingface import model_title
 from megatron.tools.command_line import progress_bar
@@ -99,10 +100,12 @@ def _as_text(value: Any) -> str:
             for key, entry in value.items()
             if not (entry is None or entry is False or entry == "none" or (key, entry) == ("--pipe-parallel-size", 0))
         }
-        return ", ".join(f"{key.removeprefix('--').replace('-', ' ')} {entry}" for key, entry in entries.items())
+        return ", ".join(
+            one_line(f"{key.removeprefix('--').replace('-', ' ')} {entry}") for key, entry in entries.items()
+        )
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return "; ".join(map(str, value))
-    return f"{value:,}" if isinstance(value, int) else str(value)
+        return "; ".join(one_line(str(entry)) for entry in value)
+    return f"{value:,}" if isinstance(value, int) else one_line(str(value))
 
 
 class Parameter(NamedTuple):

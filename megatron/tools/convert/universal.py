@@ -125,14 +125,14 @@ def _hash(folder: Path, files: Iterable[Path]) -> str:
 
 def _write(saved: SavedRun, folder: Path) -> None:
     states = SavedStates(saved)
-    check_states(states)
     with form_errors(saved.path):
+        shared = states.files.opened(file := model_file(saved.path, saved.layout, 0)).content
+        check_counts(file, shared, saved, progress=value_at(file, shared, "lr_scheduler") is not None)
+        check_states(states)
         for name, spec in states.specs.items():
             state = states.shard(name, spec.shape)
             check_state(saved.path, name, state, spec.shape, Updates(most=saved.iteration))
             _write_parameter(folder / "zero" / name, spec, in_memory(state))
-        shared = states.files.opened(file := model_file(saved.path, saved.layout, 0)).content
-        check_counts(file, shared, saved, progress=value_at(file, shared, "lr_scheduler") is not None)
         common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
         write_file(folder / SHARED_FILE, common)
         if saved.has_optimizer:

@@ -98,6 +98,8 @@ def _parsed_line(where: str, line: str) -> dict[str, Any]:
         or not 0 <= record["iteration"] <= 2**53
     ):
         raise DataError(f"{where}: not a JSON object with an integer iteration; fix or remove the line")
+    if type(record.get("consumed_samples", 0)) is not int:
+        raise DataError(f"{where}: consumed_samples is not an integer; fix or remove the line")
     return record
 
 
@@ -213,7 +215,7 @@ class Record:
     seconds: float | None
     """Planned seconds of an iteration; None for a device that the planner does not know."""
     environment: Mapping[str, str]
-    config: Mapping[str, Any]
+    config: Mapping[str, Mapping[str, Any]]
     format: Literal[1] = 1
     layouts: Mapping[int, str] = field(default_factory=dict)
     """The layout from each of these iterations on, of this start of the run and of those that it continues."""
