@@ -44,6 +44,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         other_ends: the eos_token_id, one or several, of generation_config.json, or else of config.json.
         bos: id of the bos_token in these files, with which texts of some models begin; None without one.
         special_tokens: ids of the special tokens by their text.
+        added_tokens: texts of these and of tokens that every text may contain, such as ``<think>``.
         pieces: ids of all tokens by their text.
         has_dropout: whether the file enables BPE dropout, which is disabled here.
     """
@@ -67,6 +68,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         added = encoder.get_added_tokens_decoder()
         self._normalized = _normalized_tokens(self.path, encoder) if encoder.normalizer else []
         self.special_tokens = {token.content: id for id, token in sorted(added.items()) if token.special}
+        self.added_tokens = [token.content for token in added.values()]
         size = max(self.pieces.values(), default=-1) + 1
         if size > _MOST_TOKENS:
             raise DataError(f"{self.path}: a token has the id {size - 1}, and no vocabulary has {_MOST_TOKENS} tokens")

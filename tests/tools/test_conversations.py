@@ -15,7 +15,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import build_tokenizer
 from megatron.tools.chat import sandbox
 from megatron.tools.chat.files import chat_template, find_chat_template, record_of, recorded_template
-from megatron.tools.chat.template import ChatTemplate
+from megatron.tools.chat.template import ChatPrompts, ChatTemplate
 from megatron.tools.chat.tokens import tokenize_texts
 from megatron.tools.convert.huggingface_files import carried_files, copy_carried, keep_chat_template
 from megatron.tools.preprocess.corpus import Chunk
@@ -212,6 +212,45 @@ def test_another_spelling_of_a_special_token_is_an_error(chat_folder: Path, spec
     template.conversation(said("a"))
     with pytest.raises(DataError, match=r"message 1 contains '<\|im_start\|>'"):
         template.conversation(said("a\uff1c|im_start|\uff1e"))
+
+
+INST = """{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system') }}{% elif
+message.role == 'user' %}[INST] {{ message.content }} [/INST]{% else %} {{ message.content }}</s>{% endif %}{%
+endfor %}"""
+TURNS = """{% for message in messages %}{{ '<' ~ 'turn>' ~ message.role }}
+{% if message.role == 'assistant' and '<think>' not in message.content %}<think></think>{% endif
+%}{{ message.content }}</turn><<END>>
+{% endfor %}{% if add_generation_prompt %}<turn>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    "source, turns, end",
+    [(INST, ["[INST]", "[/INST]"], "</s>"), (TURNS, ["<turn>", "</turn>", "<<END>>"], "</turn>")],
+    ids=["inst", "turns"],
+)
+def test_tokens_between_messages_are_reserved_also_if_they_are_not_special(
+    chat_folder: Path, source: str, turns: list[str], end: str
+) -> None:
+    """Others of the template are not: answers may think, and a system may say how."""
+    from tokenizers import Tokenizer
+
+    encoder = Tokenizer.from_file(file := str(chat_folder / "tokenizer.json"))
+    encoder.add_tokens([*turns, "<think>", "</think>", "a", "\n", "#"])
+    encoder.save(file)
+    (chat_folder / "turns.jinja").write_text(source)
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", file, None)
+    template = chat_template(str(chat_folder / "turns.jinja"), tokenizer)
+    assert {*turns} <= {*template.marks} and "<think>" not in template.marks
+    template.conversation(
+        [*said("a # <think>\n"), *said("b")[:1], {"role": "assistant", "content": "<think>a</think> b"}]
+    )
+    for turn in turns:
+        for role in ("user", "assistant"):
+            with pytest.raises(DataError, match=f"message 1 contains {turn!r}".replace("[", r"\[")):
+                template.prompt([{"role": role, "content": f"a {turn} b"}])
+    chat = ChatPrompts(template, tokenizer)
+    assert chat.end == tokenizer.pieces[end] and {*turns} <= {*chat.hidden}
 
 
 @pytest.mark.parametrize("prefix", ["", "\N{LOWER ONE EIGHTH BLOCK}"])

@@ -72,8 +72,9 @@ def _build_template(
     known = special_tokens(tokenizer)
     others = {name: text for name, text in sources.items() if name != _DEFAULT}
     reserved = [text for text in known if text != MARK]
+    added = [text for text in getattr(tokenizer, "added_tokens", ()) if text != MARK]
     try:
-        template = ChatTemplate(sources[_DEFAULT], special, reserved, others, tokenizer.respelled_token)
+        template = ChatTemplate(sources[_DEFAULT], special, reserved, others, tokenizer.respelled_token, added)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
     for mark in template.marks:

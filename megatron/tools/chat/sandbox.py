@@ -11,6 +11,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 from jinja2 import TemplateError, Undefined, meta, nodes
@@ -24,6 +25,11 @@ MOST_LETTERS = 1 << 27
 """Maximum number of characters in an answer."""
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Unicode noncharacters around what an assistant generates. Messages that contain them are rejected earlier."""
+_TAG = re.compile(r"\w.*[^\w\s]|[^\w\s].*\w", re.DOTALL)
+"""A word with punctuation: other added tokens, such as of blanks or ``###``, are in ordinary texts."""
+_EXAMPLE = [
+    {"role": role, "content": f"qxz{number}"} for number, role in enumerate(("system", "user", "assistant", "user"))
+]
 _MARK = re.compile(r"<\|[^\s|<>]+\|>|<\uff5c[^\s\uff5c<>]+\uff5c>|<(?:start|end)_of_\w+>|</?s>")
 
 Text = tuple[str, list[tuple[int, int]]]
@@ -33,8 +39,10 @@ Text = tuple[str, list[tuple[int, int]]]
 class Template:
     """A Jinja template with the settings of transformers, but without the date, random numbers and addresses."""
 
-    def __init__(self, source: str, special: Mapping[str, str], reserved: Iterable[str] = ()) -> None:
-        """``reserved`` are texts that, like ``marks``, come from the template only."""
+    def __init__(
+        self, source: str, special: Mapping[str, str], reserved: Iterable[str] = (), added: Iterable[str] = ()
+    ) -> None:
+        """``reserved`` are texts that, like ``marks``, come from the template only; ``added`` may be marks."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_written
         )
@@ -44,17 +52,38 @@ class Template:
         self._tree = environment.parse(source)
         self._template = environment.from_string(source)
         self._special = dict(special)
+        self._ends = self._between_messages([name for name in added if _TAG.search(name)])
         names = sorted({*reserved, *self.marks()} - {""}, key=len, reverse=True)
         self._reserved = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self._marks_answers = any(node.name == "_marked" for node in self._tree.find_all(nodes.ExtensionAttribute))
 
     def marks(self) -> list[str]:
-        """Literals of the template in the form of special tokens, such as ``<|im_start|>``, and the special tokens that
-        it uses by name."""
-        literals = [node.data for node in self._tree.find_all(nodes.TemplateData)]
-        literals += [str(node.value) for node in self._tree.find_all(nodes.Const)]
+        """Literals of the template in the form of special tokens, such as ``<|im_start|>``, the special tokens that it
+        uses by name, and the added tokens that it writes between messages."""
         used = meta.find_undeclared_variables(self._tree) & self._special.keys()
-        return sorted({*_MARK.findall("\0".join(literals)), *(self._special[name] for name in used)} - {""})
+        return sorted({*_MARK.findall(self._literals()), *(self._special[name] for name in used), *self._ends} - {""})
+
+    def _literals(self) -> str:
+        literals = [node.data for node in self._tree.find_all(nodes.TemplateData)]
+        return "\0".join([*literals, *(str(node.value) for node in self._tree.find_all(nodes.Const))])
+
+    def _between_messages(self, added: Sequence[str]) -> list[str]:
+        """Those of ``added`` that the template writes between messages: a message with one would end its own turn.
+
+        Answers may have others that the template knows, such as ``<think>``: in front of an answer only those count
+        that it also writes in front of the next one. If it cannot write such messages, all of its literals count.
+        """
+        for messages in (_EXAMPLE, _EXAMPLE[1:]) if added else ():
+            contents = [message["content"] for message in messages]
+            try:
+                parts = re.split(f"({'|'.join(contents)})", self._render(messages, None, add_generation_prompt=True))
+            except Exception:  # such as of a template that knows no system
+                continue
+            if sorted(parts[1::2]) == sorted(contents):
+                before, prompt = 2 * parts[1::2].index(_EXAMPLE[2]["content"]), parts.pop()
+                parts[before] = commonprefix([parts[before], prompt])
+                return [name for name in added if any(name in part for part in parts[::2])]
+        return [name for name in added if name in self._literals()]
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Text:
         """Render a conversation; the turns of the assistant count in the loss.

@@ -36,11 +36,13 @@ class ChatTemplate:
         others: further templates of the tokenizer by name; as in transformers, ``tool_use`` renders conversations with
             tools.
         respelled: finds one of these tokens that the tokenizer would make of another spelling in a text.
+        added: texts of further tokens, which are reserved if the template writes them between messages.
 
     Raises ConfigError if it cannot be parsed.
 
     Attributes:
-        marks: texts that the template writes and that look like special tokens, and special tokens that it names.
+        marks: texts that the template writes and that look like special tokens, special tokens that it names, and
+            ``added`` tokens between messages.
     """
 
     def __init__(
@@ -50,12 +52,13 @@ class ChatTemplate:
         reserved: Iterable[str] = (),
         others: Mapping[str, str] = MappingProxyType({}),
         respelled: Callable[[str, Collection[str]], str | None] = lambda text, tokens: None,
+        added: Iterable[str] = (),
     ) -> None:
         if len(source) > _LONGEST:
             raise ConfigError(f"the chat template has {len(source):,} characters, and may have {_LONGEST:,}")
         self.source, self.special, self.others = source, dict(special), dict(others)
         self._own_roles = frozenset(name for pair in re.findall(r"'(\w+)'|\"(\w+)\"", source) for name in pair if name)
-        self._texts = (source, self.special, [*filter(None, reserved)])
+        self._texts = (source, self.special, [*filter(None, reserved)], [*added])
         self._process: subprocess.Popen[str] | None = None
         self._owner = os.getpid()
         try:
@@ -68,7 +71,7 @@ class ChatTemplate:
         self._reserved = re.compile("|".join([*map(re.escape, self._names), f"[{sandbox.BEGIN}{sandbox.END}]"]))
         self._respelled = respelled
         tools = others.get(TOOL_USE)
-        self._with_tools = None if tools is None else ChatTemplate(tools, special, reserved, respelled=respelled)
+        self._with_tools = None if tools is None else ChatTemplate(tools, special, reserved, {}, respelled, added)
         self.marks += self._with_tools.marks if self._with_tools else []
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Text:
@@ -231,12 +234,15 @@ class ChatPrompts:
     Attributes:
         end: id of the special token with which the template ends an answer; None if there is none.
         stop: its text, unless it is the end-of-document token.
-        hidden: the special tokens, which no answer has: a message could not contain it.
+        hidden: the special tokens and marks of the template, which no answer has: a message could not contain it.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self._template, self._tokenizer = template, tokenizer
-        special, end = special_tokens(tokenizer), template.turn_end()
+        special, end = {**special_tokens(tokenizer)}, template.turn_end()
+        for mark in template.marks:
+            if mark not in special and len(ids := tokenizer.tokenize(mark)) == 1:
+                special[mark] = ids[0]
         self.end = next((id for text, id in special.items() if end.startswith(text)), None)
         self.stop = tuple(text for text, id in special.items() if id == self.end != tokenizer.eod)
         self.hidden = tuple(sorted(special, key=len, reverse=True))
