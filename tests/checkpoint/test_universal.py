@@ -170,13 +170,30 @@ def _flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
+def _flip_a_bit_without_manifest(file: Path) -> None:
+    (file.parents[1] / "manifest.json").unlink()
+    _flip_a_bit(file)
+
+
+def _exchange(file: Path) -> None:
+    other = next(path for path in file.parents[1].glob("*query_key_value.weight/fp32.pt") if path != file)
+    other.rename(spare := file.with_suffix(".other"))
+    file.rename(other)
+    spare.rename(file)
+
+
 def _reshape(file: Path) -> None:
     torch.save({"param": torch.ones(1)}, file)
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [(_lose_a_weight, "{}"), (_flip_a_bit, "{}/fp32.pt"), (_reshape, r"{}/fp32.pt: {} is \[1\]")],
+    [
+        (_lose_a_weight, "{}"),
+        (_flip_a_bit, "{}/fp32.pt"),
+        (_exchange, "{}/fp32.pt is damaged"),
+        (_reshape, "{}/fp32.pt"),
+    ],
 )
 def test_a_damaged_universal_checkpoint_is_refused_and_converted_again(
     saved_on, tmp_path: Path, spoil: Callable, message: str

@@ -15,7 +15,7 @@ from megatron.checkpoint.run_file import RUN_FILE, SavedRun, checked_description
 from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, broken, files_with
 from megatron.checkpoint.tracker import LATEST, TRACKER, newest, tag_at
 from megatron.common.errors import CheckpointError, counted
-from megatron.common.reading import check_regular, parse_json
+from megatron.common.reading import check_regular, is_present, parse_json
 from megatron.config import ModelConfig
 from megatron.model.huggingface import HF_CONFIG
 from megatron.model.huggingface import read_config as read_folder_config
@@ -125,6 +125,8 @@ def verify(tag_folder: Path, pattern: str = "*") -> str:
 
 def integrity(checkpoint: FoundCheckpoint) -> str:
     """Verify the files, and return a line about the result. Raises CheckpointError if they are damaged."""
+    if checkpoint.kind == "universal" and is_present(checkpoint.path / "zero" / MANIFEST):
+        return verify(checkpoint.path / "zero")
     if checkpoint.saved and checkpoint.kind != "universal":
         return verify(checkpoint.saved.path)
     return "no manifest: what was saved is not known"

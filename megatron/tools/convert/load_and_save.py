@@ -20,12 +20,13 @@ from megatron.checkpoint.checks import form_errors, outline, wrong
 from megatron.checkpoint.commit import publish, write_description
 from megatron.checkpoint.huggingface import our_weights
 from megatron.checkpoint.load import CHECKPOINT_VERSION
+from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.run_file import SavedRun, describe
 from megatron.checkpoint.saved_layout import model_file
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_file
 from megatron.common.errors import CheckpointError, reason
-from megatron.common.reading import check_archive
+from megatron.common.reading import check_archive, is_present
 from megatron.common.tokenizer_files import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.config import CheckpointConfig, DataConfig, RunConfig
 from megatron.model.architectures import architecture_of
@@ -42,7 +43,7 @@ from megatron.tools.convert.full_model import (
     write_tensors,
 )
 from megatron.tools.convert.huggingface_files import copy_carried, keep_chat_template
-from megatron.tools.convert.inspection import RUN_KEY, FoundCheckpoint, read_config, read_description
+from megatron.tools.convert.inspection import RUN_KEY, FoundCheckpoint, read_config, read_description, verify
 from megatron.tools.convert.their_weights import their_weights
 from megatron.tools.convert.vocabulary import Vocabulary
 from megatron.tools.convert.written_config import write_config
@@ -132,8 +133,11 @@ def _universal_weights(path: Path) -> LazyTensors:
     files = {file.parent.name: file for file in (path / "zero").glob("*/fp32.pt")}
     if not files:
         raise CheckpointError(f"{path / 'zero'} holds no NAME/fp32.pt: the conversion was not finished")
-    for file in files.values():  # there is no manifest, and torch does not compare the checksums of records
-        _check_sums(file)
+    if is_present(path / "zero" / MANIFEST):
+        verify(path / "zero", "*/fp32.pt")
+    else:  # of an earlier version, or of DeepSpeed
+        for file in files.values():
+            _check_sums(file)
     number = {name: int(layer) if (layer := name.split(".")[0]).isdecimal() else -1 for name in files}
     names = sorted(files, key=lambda name: (number[name], name))
     return LazyTensors({name: _fp32(files[name]).to("meta") for name in names}, lambda name: _fp32(files[name]), files)

@@ -3,6 +3,7 @@
     FOLDER/zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": full fp32 tensor, "cat_dim": sharded dimension}
     FOLDER/zero/NAME/step.pt                               number of updates
     FOLDER/zero/optimizer_state.pt                         the optimizer's groups and loss scale
+    FOLDER/zero/manifest.json                              sizes and hashes of these files
     FOLDER/mp_rank_00_model_states.pt                      schedule, iteration and other state that all ranks share
     FOLDER/source.txt                                      hashes of the source files and of these; written last
 
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from megatron.checkpoint.across_ranks import check_states
 from megatron.checkpoint.checks import form_errors, value_at
+from megatron.checkpoint.files import Record
+from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.parameter_state import SavedStates, State
 from megatron.checkpoint.run_file import SavedRun
 from megatron.checkpoint.saved_layout import model_file, optimizer_file
@@ -129,24 +132,28 @@ def _write(saved: SavedRun, folder: Path) -> None:
         shared = states.files.opened(file := model_file(saved.path, saved.layout, 0)).content
         check_counts(file, shared, saved, progress=value_at(file, shared, "lr_scheduler") is not None)
         check_states(states)
+        zero, records = folder / "zero", dict[str, Record]()
         for name, spec in states.specs.items():
             state = states.shard(name, spec.shape)
             check_state(saved.path, name, state, spec.shape, Updates(most=saved.iteration))
-            _write_parameter(folder / "zero" / name, spec, in_memory(state))
+            records |= _write_parameter(zero, name, spec, in_memory(state))
         common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
         write_file(folder / SHARED_FILE, common)
         if saved.has_optimizer:
             write_file(folder / OPTIMIZER_FILE, _optimizer(states, shared, state.get("step")))
+        write_manifest(zero, records)
     (folder / SOURCE_FILE).write_text(_record(saved.path, folder))
 
 
-def _write_parameter(folder: Path, spec: ParameterSpec, state: State) -> None:
-    folder.mkdir(parents=True)
+def _write_parameter(folder: Path, name: str, spec: ParameterSpec, state: State) -> dict[str, Record]:
+    (folder / name).mkdir(parents=True)
     entries: dict[str, Any] = {} if spec.shard_dim is None else {"cat_dim": spec.shard_dim}
     entries |= {"vocab_tensor": True} if spec.is_vocabulary else {}
-    for key, value in state.items():
-        is_tensor = isinstance(value, Tensor) and value.dim()
-        write_file(folder / f"{key}.pt", {"param": value.float(), **entries} if is_tensor else value)
+    contents = {
+        f"{name}/{key}.pt": {"param": value.float(), **entries} if isinstance(value, Tensor) and value.dim() else value
+        for key, value in state.items()
+    }
+    return {file: write_file(folder / file, content) for file, content in contents.items()}
 
 
 def _optimizer(states: SavedStates, shared: dict[str, Any], step: Any) -> dict[str, Any]:
