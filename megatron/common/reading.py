@@ -100,9 +100,9 @@ def read_bytes(path: str | Path, *, largest: int = LARGEST) -> bytes:
     """The content of a file. Raises OSError if it cannot be read or has more than ``largest`` bytes."""
     with open(path, "rb", opener=regular) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > largest:
-            raise OSError(errno.EFBIG, f"{size:,} bytes, more than the {largest:,} that such a file has", str(path))
-        return file.read()
+        if size <= largest and len(content := file.read(largest + 1)) <= largest:  # files of /proc say 0
+            return content
+        raise OSError(errno.EFBIG, f"more than the {largest:,} bytes that such a file has", str(path))
 
 
 def read_text(path: str | Path, flag: str, *, largest: int = 1 << 18) -> str:

@@ -92,11 +92,11 @@ def empty_lines(path: Path) -> None:
     path.write_bytes(gzip.compress(b"\r\n" * 20 + b"a\n" + b"\n" * 200))
 
 
-def parquet_bomb(path: Path) -> None:
+def parquet_bomb(path: Path, length: int = 50_000, rows: int = 1000) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    long = pyarrow.DictionaryArray.from_arrays([0] * 1000, [os.urandom(50_000).hex()])
+    long = pyarrow.DictionaryArray.from_arrays([0] * rows, [os.urandom(length).hex()])
     parquet.write_table(pyarrow.table({"text": long}), path)
 
 
@@ -134,16 +134,22 @@ def arrow_words(path: Path) -> None:
 BOMBS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object], str]] = {
     "weights.pt": (zip_bomb, read_file, "expand to 4,19"),
     "manifest.json": (sparse, lambda path: read_manifest(path.parent), "too large|cannot be read"),
-    "vocab.json": (sparse, lambda path: read_text(str(path)), "4,294,967,296 bytes, more than"),
-    "ds.json": (
-        sparse,
+    "vocab.json": (sparse, lambda path: read_text(str(path)), "more than the 134,217,728 bytes that such"),
+    "ds.json": (sparse, lambda path: read_config_file(str(path)), "more than the 262,144 bytes that such"),
+    "endless.json": (  # the system says that it has no bytes
+        lambda path: path.symlink_to("/proc/self/smaps"),
         lambda path: read_config_file(str(path)),
-        "4,294,967,296 bytes, more than the 262,144 that such",
+        "more than the 262,144 bytes that such",
     ),
     "corpus.jsonl": (sparse, chunks, "a line of more than 65,536 bytes"),
     "corpus.jsonl.gz": (gzip_bomb, chunks, "expands to more than 100 times its size"),
     "empty.jsonl.gz": (empty_lines, chunks, "more than 100 empty lines in a row"),
     "corpus.parquet": (parquet_bomb, lambda path: chunks(path, "parquet"), "a row of more than 65,536 bytes"),
+    "words.parquet": (
+        lambda path: parquet_bomb(path, 500, 20_000),
+        lambda path: chunks(path, "parquet"),
+        "expands to more than 100 times its size",
+    ),
     "end.arrow": (arrow_end, lambda path: chunks(path, "arrow"), "batches: it holds 0, and lists 1"),
     "end.parquet": (endless_parquet, lambda path: chunks(path, "parquet"), "description has 4,200,000,000 bytes"),
     **{

@@ -307,6 +307,11 @@ def test_inputs_may_be_folders_patterns_and_saved_data_sets(tmp_path: Path) -> N
     (tmp_path / "folder" / "dataset_dict.json").touch()
     with pytest.raises(DataError, match="holds the data sets saved: name one of them, such as .*folder/saved"):
         names("folder")
+    (saved / "state.json").rename(spare := tmp_path / "state.json")
+    os.mkfifo(saved / "state.json")
+    with pytest.raises(DataError, match="state.json: a FIFO"):
+        names("folder/saved")
+    spare.rename(saved / "state.json")
     for wrong in ("1", '{"filename": "../2.arrow"}'):
         (saved / "state.json").write_text(f'{{"_data_files": [{wrong}]}}')
         with pytest.raises(DataError, match="state.json"):

@@ -33,7 +33,10 @@ def parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     """
     with open_parquet(path) as file:
         _check_columns(path, file.schema_arrow, columns)
+        size, most = 0, max(LARGEST, MOST_EXPANDED * path.stat().st_size)
         for batch in parquet_batches(file, columns, LARGEST_LINE):
+            if (size := size + batch.nbytes) > most:
+                raise ValueError(f"it expands to more than {MOST_EXPANDED} times its size")
             for row in _cells(batch, columns):
                 if sum(len(cell or b"") for cell in row) > LARGEST_LINE:
                     raise ValueError(f"a row of more than {LARGEST_LINE:,} bytes")

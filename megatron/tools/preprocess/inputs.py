@@ -70,15 +70,17 @@ _PARTS = "dataset_dict.json"
 def _expand(path: Path, kind: str | None) -> list[Path]:
     if not path.is_dir():
         return [path] if path.exists() else _files(path, map(Path, glob(str(path), recursive=True)))
-    if (path / _STATE).is_file():
+    if is_present(path / _STATE):
         try:
             files = [path / Path(part["filename"]).name for part in read_json(path / _STATE)["_data_files"]]
+        except OSError as error:
+            raise DataError(f"{path / _STATE}: {error.strerror}") from None
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path / _STATE} is not of save_to_disk: no list of _data_files") from error
         if missing := [file.name for file in files if not file.exists()]:
             raise DataError(f"{path / _STATE} names {missing[0]}, and there is no such file")
         return files
-    if (path / _PARTS).is_file() and (parts := sorted(file.parent.name for file in path.glob(f"*/{_STATE}"))):
+    if is_present(path / _PARTS) and (parts := sorted(file.parent.name for file in path.glob(f"*/{_STATE}"))):
         raise DataError(f"{path} holds the data sets {', '.join(parts)}: name one of them, such as {path / parts[-1]}")
     visible = (file for file in path.rglob("*") if not file.name.startswith("."))
     names = {None: tuple(FORMATS_BY_ENDING), IMAGES: tuple(READERS)}.get(kind)
