@@ -11,13 +11,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import megatron.common.ctrl_c  # noqa: E402, F401 (found by the line above)
 from megatron.common.packages import exit_without_package  # noqa: E402
-from megatron.launch.host_limits import LEAST_DATA  # noqa: E402
+
+LEAST_MEMORY = 1 << 28
 
 sys.excepthook = exit_without_package
-if 0 <= (allowed := resource.getrlimit(resource.RLIMIT_DATA)[0]) < LEAST_DATA:  # imports would hang, or abort
-    print(
-        f"{Path(sys.argv[0]).name}: error: the limit of bytes of data is {allowed:,}, and libraries need "
-        f"{LEAST_DATA:,} or more: raise ulimit -d",
-        file=sys.stderr,
-    )
-    sys.exit(7)
+for limit, name, flag in ((resource.RLIMIT_AS, "address space", "-v"), (resource.RLIMIT_DATA, "data", "-d")):
+    allowed, _ = resource.getrlimit(limit)
+    if allowed != resource.RLIM_INFINITY and allowed < LEAST_MEMORY:  # imports would hang, abort, or fail halfway
+        print(
+            f"{Path(sys.argv[0]).name}: error: the limit of bytes of {name} is {allowed:,}, and libraries need "
+            f"{LEAST_MEMORY:,} or more: raise ulimit {flag}",
+            file=sys.stderr,
+        )
+        sys.exit(7)

@@ -4,7 +4,7 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class UserError(Exception):
@@ -158,6 +158,27 @@ _ADVICE_BY_TEXT = {
 
 def limit_advice(error: BaseException) -> str | None:
     """What to do about an error of any library that a limit of this host has caused; None for other errors."""
+    return next((advice for cause in _causes(error) if (advice := _own_advice(cause))), None)
+
+
+def failure_of_host(error: BaseException) -> str | None:
+    """A message about an error with ``limit_advice``; None for other errors."""
+    for cause in _causes(error):
+        if advice := _own_advice(cause):
+            return f"a limit of this host is reached ({first_line(cause)}): {advice}"
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those that it was raised from or while handling, as in a traceback."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _own_advice(error: BaseException) -> str | None:
     if isinstance(error, MemoryError):
         return _MEMORY
     if isinstance(error, OSError) and error.errno in _ADVICE:
@@ -165,12 +186,6 @@ def limit_advice(error: BaseException) -> str | None:
     if not isinstance(error, RuntimeError | ImportError | FileNotFoundError):
         return None
     return next((advice for text, advice in _ADVICE_BY_TEXT.items() if text in first_line(error)), None)
-
-
-def failure_of_host(error: BaseException) -> str | None:
-    """A message about an error with ``limit_advice``; None for other errors."""
-    advice = limit_advice(error)
-    return advice and f"a limit of this host is reached ({first_line(error)}): {advice}"
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:

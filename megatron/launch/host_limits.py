@@ -13,7 +13,7 @@ from megatron.common.environment import local_rank, ranks_on_host
 from megatron.common.errors import ResourceError
 
 _FILES, _MOST_FILES = 128, 4096
-_ADDRESSES, LEAST_DATA = 1 << 30, 3 << 27
+_ADDRESSES, _DATA = 7 << 28, 3 << 27
 _THREADS, _STACK = 24, 1 << 16
 """Threads of a rank, with its processes that read data, and bytes of their stacks while they are tried out."""
 
@@ -45,7 +45,7 @@ def _low_limits() -> Iterator[str]:
     for limit, name, least, flag in (
         (resource.RLIMIT_NOFILE, "open files", _FILES, "-n"),
         (resource.RLIMIT_AS, "bytes of address space", _ADDRESSES, "-v"),
-        (resource.RLIMIT_DATA, "bytes of data", LEAST_DATA, "-d"),
+        (resource.RLIMIT_DATA, "bytes of data", _DATA, "-d"),
         (resource.RLIMIT_FSIZE, "bytes of a file", 1, "-f"),
     ):
         allowed, _ = resource.getrlimit(limit)
@@ -54,11 +54,10 @@ def _low_limits() -> Iterator[str]:
 
 
 def _missing(environ: Mapping[str, str]) -> Iterator[str]:
-    if sys.platform == "linux":
-        if not Path("/proc/self").exists():
-            yield "/proc is missing, from which libraries read the memory and the devices of this host: mount it"
-        if not os.access("/dev/shm", os.W_OK | os.X_OK):
-            yield "/dev/shm is missing or cannot be written; processes share memory there: mount a tmpfs"
+    if problem := missing_proc():
+        yield problem
+    if sys.platform == "linux" and not os.access("/dev/shm", os.W_OK | os.X_OK):
+        yield "/dev/shm is missing or cannot be written; processes share memory there: mount a tmpfs"
     # Of all ranks here, by the first one: a library of another one would abort when it cannot start a thread.
     count = 0 if local_rank(environ) else _THREADS * (ranks_on_host(environ) or 1)
     try:
@@ -70,6 +69,13 @@ def _missing(environ: Mapping[str, str]) -> Iterator[str]:
             connect_to_itself()
         except OSError as error:
             yield f"127.0.0.1 cannot be reached ({error.strerror or error}); ranks connect to it: ip link set lo up"
+
+
+def missing_proc() -> str | None:
+    """A message if Linux has no /proc here; None if it has, and elsewhere."""
+    if sys.platform != "linux" or Path("/proc/self").exists():
+        return None
+    return "/proc is missing, from which libraries read the memory and the devices of this host: mount it"
 
 
 def try_threads(count: int) -> None:

@@ -30,7 +30,7 @@ from megatron.common.output_paths import file_problem, folder_problem
 from megatron.common.reading import check_regular, unreadable_arguments
 from megatron.common.screen import ignore_lost_output
 from megatron.config.fields import inside, interval_as_text
-from megatron.launch.host_limits import check_working_folder
+from megatron.launch.host_limits import check_working_folder, missing_proc
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 
@@ -225,7 +225,7 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
         if (problem := unusable_path(error)) is not None:
             _print_error(problem)
             sys.exit(ConfigError.exit_code)
-        if (limit := failure_of_host(error)) is None:
+        if (limit := failure_of_host(error) or missing_proc()) is None:
             raise
         with suppress(OSError):
             sys.stdout.flush()

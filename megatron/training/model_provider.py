@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.common.errors import ConfigError, DataError, UserError, is_out_of_memory
 from megatron.config import ModelConfig, RunConfig
-from megatron.launch.rank import failure_of_nccl, is_connection_lost, is_timeout
+from megatron.launch.rank import explanation
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec, LayerSpec, register
 from megatron.parallel.pipeline.schedule import InstructionHook
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 def user_function(name: str) -> Iterator[None]:
     """Turn an exception of a user's function into a ConfigError with file and line.
 
-    Lost connections, timeouts, NCCL failures and out-of-memory errors are raised unchanged.
+    Errors that are not its own, such as lost connections, crashed workers and full disks, are raised unchanged.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if is_connection_lost(error) or is_timeout(error) or failure_of_nccl(error) or is_out_of_memory(error):
+        if explanation(error) is not None or is_out_of_memory(error):
             raise
         package, frames = str(Path(__file__).parents[1]), traceback.extract_tb(error.__traceback__)
         outside = [frame for frame in frames if not frame.filename.startswith((package, sys.prefix, "<"))]

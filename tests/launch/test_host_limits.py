@@ -49,12 +49,13 @@ def test_a_low_limit_is_one_line(kind: int, value: int, advice: str) -> None:
     assert ended.returncode == 7 and line.startswith("train: error: ") and line.endswith(f"raise ulimit {advice}")
 
 
-def test_a_tool_with_too_little_data_is_one_line() -> None:
+@pytest.mark.parametrize("limit", ["-d", "-v"])
+def test_a_tool_with_too_little_memory_is_one_line(limit: str) -> None:
     """The libraries that it imports would hang or abort."""
-    tool = ["bash", "-c", f"ulimit -d 32768; {sys.executable} -B tools/preprocess_data.py --help"]
+    tool = ["bash", "-c", f"ulimit {limit} 32768; {sys.executable} -B tools/preprocess_data.py --help"]
     ended = subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, check=False)
     (line,) = ended.stderr.splitlines()
-    assert ended.returncode == 7 and line.startswith("preprocess_data.py: error: ") and line.endswith("ulimit -d")
+    assert ended.returncode == 7 and line.startswith("preprocess_data.py: error: ") and line.endswith(limit)
 
 
 def test_the_launcher_checks_before_it_starts_ranks(tmp_path: Path) -> None:
@@ -77,6 +78,11 @@ def test_a_working_folder_that_is_gone_is_one_line(program: str, tmp_path: Path)
     ended = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     (line,) = ended.stderr.splitlines()
     assert ended.returncode == 7 and "the working folder is gone" in line
+
+
+def after(error: Exception, cause: Exception) -> Exception:
+    error.__context__ = cause
+    return error
 
 
 def raised(error: Exception):
@@ -139,6 +145,8 @@ def test_the_first_rank_of_a_host_tries_the_threads_of_all(
         (RuntimeError("DataLoader worker (pid 9) is killed by signal: Aborted. "), None),
         (RuntimeError("Resource temporarily unavailable"), "ulimit -u"),  # a thread of gloo
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "ulimit -u"),  # a process
+        (after(ImportError("numpy"), ImportError("libopenblas.so: failed to map segment")), "memory"),
+        (after(KeyError("x"), KeyError("y")), None),
         (RuntimeError("shape mismatch"), None),
         (KeyError("Too many open files"), None),
     ],

@@ -99,6 +99,16 @@ def test_each_error_has_its_exit_code(body: str, code: int, stderr: str) -> None
     assert (finished.returncode, finished.stderr) == (code, stderr)
 
 
+def test_an_error_of_a_library_without_proc_is_one_line() -> None:
+    """As of psutil, when a converter imports DeepSpeed."""
+    finished = run(
+        "from megatron.launch import host_limits as h; h.Path = lambda _: __import__('pathlib').Path('/nowhere')\n"
+        "    raise LookupError('process PID not found')"
+    )
+    (line,) = finished.stderr.splitlines()
+    assert finished.returncode == 7 and "/proc is missing" in line
+
+
 def test_an_error_is_the_last_line() -> None:
     finished = run("print('found'); raise errors.ConfigError('why')", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert finished.stdout == "found\n-c: error: why\n"

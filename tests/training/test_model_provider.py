@@ -1,5 +1,6 @@
 """``pretrain``: a model, data and loss of one's own on every layout; defaults, flags, resuming, and what is refused."""
 
+import errno
 import json
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -11,9 +12,10 @@ from support.programs import Programs, read_metrics
 from megatron.cli import read_run
 from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
+from megatron.launch.rank import explanation
 from megatron.model.spec import ARCHITECTURES
 from megatron.training.callbacks import Callback
-from megatron.training.model_provider import ModelProvider, UserCallback, provided_architecture
+from megatron.training.model_provider import ModelProvider, UserCallback, provided_architecture, user_function
 from megatron.training.preflight import check
 from megatron.training.summary import describe_config
 
@@ -229,6 +231,20 @@ def test_an_error_of_a_callback_names_it(at: str) -> None:
     expected = f"in iteration 7, Broken.{method}" if at != "inside" else "the model fails"
     with pytest.raises(AssertionError if at == "inside" else ConfigError, match=expected) if at else nullcontext():
         train()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Segmentation fault. "), 6),
+        (OSError(errno.ENOSPC, "No space left on device"), 7),
+    ],
+)
+def test_an_error_of_the_host_is_not_that_of_the_callback_it_interrupts(error: Exception, code: int) -> None:
+    with pytest.raises(type(error)) as caught, user_function("on_metrics"):
+        raise error
+    known = explanation(caught.value)
+    assert known is not None and known.exit_code == code
 
 
 def test_a_callback_that_fails_on_one_rank_is_one_line(programs: Programs, tmp_path: Path) -> None:
