@@ -109,7 +109,7 @@ def _to_hf(args: argparse.Namespace) -> None:
     model = read_model(found)
     if args.merge_lora:
         check_adapters(model, args.path)
-        model = merge_adapters(model)
+        model = merge_adapters(model, args.path)
     assert model.description is not None, "a checkpoint of this suite"
     if model.config.lora_rank:
         raise ConfigError(f"{args.path} has adapters: add --merge-lora, or write only them with to-peft")
@@ -257,7 +257,7 @@ def _merge_lora(args: argparse.Namespace) -> None:
     from megatron.tools.convert.lora import check_adapters, merge_adapters
 
     check_adapters(adapted := read_model(found), args.path)
-    model = merge_adapters(adapted)
+    model = merge_adapters(adapted, args.path)
     assert model.description is not None, "a checkpoint of this suite"
     data, source = (model.description["config"][section] for section in ("data", "checkpoint"))
     files = {name: data.get(name) and Path(data[name]) for name in ("vocab_file", "merge_file")}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import joined
-from megatron.common.errors import ConfigError, ResourceError
+from megatron.common.errors import CheckpointError, ConfigError, ResourceError
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engines.build import freeze
 from megatron.engines.containers import SequentialModel, sequential_model
@@ -76,7 +76,10 @@ def whole_weights(config: ModelConfig) -> dict[str, Tensor]:
 def test_merged_weights_compute_what_adapters_do(run_ranks, name: str) -> None:
     (weights,) = run_ranks(1, whole_weights, MODELS[name])
     model = FullModel(MODELS[name], weights, None)
-    plain = merge_adapters(model)
+    plain = merge_adapters(model, Path("ck"))
+    huge = {name: weight + 1e30 if ".lora." in name else weight for name, weight in weights.items()}
+    with pytest.raises(CheckpointError, match=r"^ck: .*weight with its adapter is from "):
+        merge_adapters(FullModel(MODELS[name], huge, None), Path("ck"))
     assert plain.config.lora_rank == 0 and not any(".lora." in weight for weight in plain.weights)
     (found,) = run_ranks(1, logits_of, plain.config, plain.weights)
     (expected,) = run_ranks(1, logits_of, MODELS[name], weights)

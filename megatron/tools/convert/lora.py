@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron.checkpoint.checks import check_numbers
 from megatron.common.errors import ConfigError
 from megatron.common.reading import is_present
 from megatron.config import ModelConfig
@@ -20,13 +21,18 @@ from megatron.tools.convert.full_model import FullModel, check_space_for, write_
 from megatron.tools.convert.their_weights import divided
 
 
-def merge_adapters(model: FullModel) -> FullModel:
-    """Merge the adapters of ``model``, which has some, into the weights of their layers: W + alpha / r x B A."""
+def merge_adapters(model: FullModel, place: Path) -> FullModel:
+    """Merge the adapters of ``model``, which has some, into the weights of their layers: W + alpha / r x B A.
+
+    Raises CheckpointError with ``place``, from which the model was read, if a sum is not finite.
+    """
     weights = {name: weight for name, weight in model.weights.items() if ".lora." not in name}
     scale = model.config.lora_alpha / model.config.lora_rank
     for layer, a, b in _adapters(model):
         weight = weights[f"{layer}.weight"]
-        weights[f"{layer}.weight"] = (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
+        merged = (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
+        check_numbers(place, f"{layer}.weight with its adapter", merged)
+        weights[f"{layer}.weight"] = merged
     return FullModel(_without_adapters(model.config), weights, model.description)
 
 
