@@ -4,7 +4,6 @@ Each start begins with a health check of all hosts. Spare hosts replace lost one
 chooses a layout for the remaining hosts. The ranks resume from the newest complete checkpoint.
 """
 
-import json
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.common.errors import LaunchError, counted
+from megatron.common.reading import LARGEST_SETTINGS, read_json, type_problem
 from megatron.launch.rank import print_error
 from megatron.tools.cluster.doctor import HostState
 from megatron.tools.cluster.hostfile import Host
@@ -113,8 +113,11 @@ def with_ended(codes: Mapping[int, str], start: Start, gone: set[str]) -> dict[i
 def slow_hosts(file: Path, start: Start) -> set[str]:
     """The hosts, by their names in the hostfile, of the ranks that ``--straggler-report`` has written to ``file``."""
     try:
-        ranks = json.loads(file.read_text())["ranks"]
-    except (OSError, ValueError, KeyError):
+        report = read_json(file, largest=LARGEST_SETTINGS)
+    except (OSError, ValueError):
+        return set()
+    ranks = report.get("ranks", []) if isinstance(report, dict) else []
+    if type_problem(list[int], ranks):
         return set()
     return {name for rank, name in enumerate(start.host_names) if rank in ranks}
 

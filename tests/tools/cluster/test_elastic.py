@@ -170,6 +170,9 @@ def test_slow_hosts_are_left_out_while_enough_are_left(tmp_path: Path) -> None:
     assert slow_hosts(file, ABC) == set()
     file.write_text('{"hosts": {"node7": 0.5}, "ranks": [2, 3, 9]}')  # by rank: a host may call itself otherwise
     assert slow_hosts(file, ABC) == {"b"}
+    for wrong in ("[1]", '{"ranks": 3}', '{"ranks": null}', '{"ranks": ["2"]}', '"x"', "[" * 9999, "{", "{}"):
+        file.write_text(wrong)
+        assert slow_hosts(file, ABC) == set(), wrong
     kept = [state.host.name for state in without_slow(states([A, B, C]), {"a", "b"}, 2) if state.problem is None]
     assert kept == ["b", "c"]
 
