@@ -16,7 +16,7 @@ ZeRO 3 separately, in parts.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -49,6 +49,7 @@ class SavedStates:
         self.files = SavedFiles(saved, verified=verified)
         self.state = cache(self._state)
         self._module = cache(self._checked_module)
+        self._others = cache(self._checked_others)
         self._spans = cache(self._spans_of)
         self._check_order = cache(self._compare_order)
 
@@ -97,7 +98,7 @@ class SavedStates:
         if not (self.specs[name].is_expert and self.layout.expert_parallel_size > 1):
             return first
         ranks = [stage * self.layout.model_parallel_size + tensor_rank for stage in self.files.stages()]
-        others = next((files for rank in ranks if name in (files := self.files.others(rank))[0].content), None)
+        others = next((files for rank in ranks if name in (files := self._others(rank))[0].content), None)
         if others is None:
             lacking = " and ".join(str(self.files.others(rank)[0].path) for rank in ranks)
             raise CheckpointError(f"{lacking}: no weight {name}")
@@ -274,10 +275,19 @@ class SavedStates:
         """The file of a tensor-parallel rank's weights. Raises CheckpointError for a weight that the model lacks."""
         file = self.files.model(tensor_rank)
         with form_errors(file.path):
-            unknown = file.find(["module"]).keys() - self.specs.keys() - set(file.content.get("buffer_names") or ())
-            if unknown:
-                raise CheckpointError(f"{file.path} holds {min(unknown)}, which the model does not have")
+            self._check_known(file, file.find(["module"]).keys() - set(file.content.get("buffer_names") or ()))
         return file
+
+    def _checked_others(self, mp_rank: int) -> list[StoredFile]:
+        """The expert files of a model-parallel rank. Raises CheckpointError for a weight that the model lacks."""
+        for file in (files := self.files.others(mp_rank)):
+            with form_errors(file.path):
+                self._check_known(file, file.content.keys())
+        return files
+
+    def _check_known(self, file: StoredFile, names: Set[str]) -> None:
+        if unknown := names - self.specs.keys():
+            raise CheckpointError(f"{file.path} holds {min(unknown)}, which the model does not have")
 
 
 def _divided(files: Sequence[StoredFile], keys: Sequence[Any], start: int, length: int, shape: torch.Size) -> Stored:

@@ -1,9 +1,15 @@
 """The central test for a mixture of experts: every layout gives the same losses, gradient norms and weights."""
 
 import pytest
+import torch
 from support.layouts import COMPARED, LayoutRuns, compare_metrics, compare_runs, differing_weights, layout
 from support.programs import read_metrics
 from support.training import RankTraining
+
+from megatron.checkpoint.manifest import write_manifest
+from megatron.checkpoint.tracker import newest
+from megatron.common.errors import CheckpointError
+from megatron.tools.convert.load_and_save import lazy_weights
 
 ITERATIONS = 3
 SETTINGS = (
@@ -43,10 +49,16 @@ def test_a_balanced_global_batch_agrees_with_one_process(runs: LayoutRuns) -> No
 
 
 def test_training_resumes_with_other_numbers_of_expert_ranks(runs: LayoutRuns) -> None:
-    """From one rank to four, and then to two, each time for one iteration."""
+    """From one rank to four, and then to two, each time for one iteration. Experts of no layer are refused."""
     whole, folder = runs.on_one_process(), runs(1, "--exit-interval 1")
-    for name in ("dp4 ep4 zero1 --exit-interval 2", "dp2 ep2"):
-        folder = runs(*layout(f"{name} --load {folder / 'checkpoint'}"))
+    divided = runs(*layout(f"dp4 ep4 zero1 --exit-interval 2 --load {folder / 'checkpoint'}")) / "checkpoint"
+    folder = runs(*layout(f"dp2 ep2 --load {divided}"))
     expected = [line for line in read_metrics(whole / "metrics") if line["iteration"] > 2]
     compare_metrics(expected, read_metrics(folder / "metrics"), COMPARED | OF_EXPERTS)
     assert not differing_weights(whole / "checkpoint", folder / "checkpoint")
+    file = divided / "global_step2" / "expert_rank_03_mp_rank_00_states.pt"
+    torch.save(torch.load(file, weights_only=True) | {"9.mlp.experts.dense_h_to_4h.weight": {}}, file)
+    (file.parent / "manifest.json").unlink()
+    write_manifest(file.parent, {})
+    with pytest.raises(CheckpointError, match=rf"{file} holds 9\.mlp\.experts"):
+        lazy_weights(newest(divided))
