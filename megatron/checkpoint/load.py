@@ -90,7 +90,7 @@ def restore_random_states(place: Path, states: Any) -> None:
         state = value_at(place, states, name)
         try:
             restore(state)
-        except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        except (LookupError, ArithmeticError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{place}: {name} is no state of its random number generator") from error
 
 
@@ -107,10 +107,6 @@ def _restore_tracked(tracked: dict[str, torch.Tensor]) -> None:
     for state in tracked.values():  # the tracker does not check its states
         get_accelerator().set_rng_state(state)
     get_rng_tracker().set_states({name: state.clone() for name, state in tracked.items()})  # the file may be removed
-
-
-CHECKPOINT_VERSION = 3.0
-"""Megatron's version number of checkpoints with query-key-value rows in the order [heads, 3, head size]."""
 
 
 class Loaded(NamedTuple):

@@ -34,6 +34,7 @@ _KINDS = {
     "layout": dict[str, Any],
     "settings": dict[str, Any],
     "schedule": dict[str, Any],
+    "lr_scheduler": dict[str, Any],
     "optimizer": str,
     "has_optimizer": bool,
     "has_rng": bool,

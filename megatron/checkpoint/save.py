@@ -31,9 +31,10 @@ from megatron.checkpoint.engine_files import (
 )
 from megatron.checkpoint.files import FILE_OVERHEAD, Record, check_disk_space, disk_errors, make_folder, replace_text
 from megatron.checkpoint.folder_lock import FolderLock
-from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
+from megatron.checkpoint.load import random_states, rng_file
 from megatron.checkpoint.run_file import RUN_FILE, SavedRun, describe
 from megatron.checkpoint.sample_history import Segment
+from megatron.checkpoint.schema import CHECKPOINT_VERSION
 from megatron.checkpoint.tensor_files import with_identity, write_files
 from megatron.common.checkpoint_folders import rank_file_path
 from megatron.common.errors import CheckpointError, UserError, first_line
@@ -191,6 +192,7 @@ class Checkpointer:
         engine, run = self.engine, self._run
         description = describe(run, iteration, skipped_samples, self._history)
         description["optimizer"] = optimizer_name(engine.basic_optimizer)
+        description["lr_scheduler"] = engine.lr_scheduler.schedule.settings()
         client_state = {
             "iteration": description["iteration"],
             "consumed_samples": description["consumed_samples"],

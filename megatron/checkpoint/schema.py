@@ -26,18 +26,22 @@ from megatron.checkpoint.checks import (
     wrong,
 )
 from megatron.checkpoint.collective_errors import gathered_on_rank_0
-from megatron.checkpoint.run_file import SavedRun
+from megatron.checkpoint.run_file import RUN_FILE, SavedRun
 from megatron.checkpoint.sample_history import MOST_SAMPLES
 from megatron.checkpoint.saved_files import PADDINGS, numbered_state
 from megatron.checkpoint.stored import WEIGHT, State, is_flat
 from megatron.common.checkpoint_folders import existing_rank_file
-from megatron.common.errors import CheckpointError
+from megatron.common.errors import CheckpointError, shown
 from megatron.engines.state import base_tensors, moment_names, optimizer_notified, rank_files
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 """Keys of the master weights in the optimizer files of ZeRO 1, 2 and 3."""
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow")
 """Other keys that DeepSpeed loads from these files, in addition to the state of the base optimizer."""
+CHECKPOINT_VERSION = 3.0
+"""Megatron's version number of checkpoints with query-key-value rows in the order [heads, 3, head size]."""
+_OLDEST = Version("0.3.17")
+"""DeepSpeed's first version whose ZeRO files it loads."""
 Steps = dict[int, Path]
 """Step counts of an optimizer, each with a file that has it."""
 
@@ -124,6 +128,7 @@ def read_rank_files(
     """
     contents: dict[str, Any] = {}
     sizes = {"mp_world_size": engine.mp_world_size}
+    used_as, _ = engine.get_data_types()
     if engine.zero_optimization():
         sizes["dp_world_size"] = engine.dp_world_size
 
@@ -149,7 +154,7 @@ def read_rank_files(
                 ]
                 for entry, expected in states.items():
                     scales[check_loss_scale(path, state := value_at(path, found, entry))] = path
-                    steps |= _check_optimizer(path, state, expected, needed)
+                    steps |= _check_optimizer(path, state, expected, needed, used_as)
         return steps, scales
 
     def check(found: list[tuple[Steps, dict[float, Path]]]) -> None:
@@ -165,7 +170,7 @@ def read_rank_files(
 def check_counts(place: Path, found: Mapping[str, Any], saved: SavedRun, *, progress: bool, **more: int) -> int:
     """Check the counters in a rank's file against ``run.json`` and ``more``. Returns the number of applied iterations.
 
-    With ``progress`` also that of the learning rate, which a skipped iteration does not advance.
+    With ``progress`` also the schedule of the learning rate, and its count, which a skipped iteration does not advance.
     """
     skipped, samples = (value_at(place, found, key) for key in ("skipped_steps", "global_samples"))
     applied = saved.iteration - skipped if type(skipped) is int else -1
@@ -173,6 +178,7 @@ def check_counts(place: Path, found: Mapping[str, Any], saved: SavedRun, *, prog
         "iteration": saved.iteration,
         "consumed_samples": saved.description.get("consumed_samples"),
         "global_steps": saved.iteration,
+        "checkpoint_version": CHECKPOINT_VERSION,
         **more,
     }
     for key, count in expected.items():
@@ -181,6 +187,9 @@ def check_counts(place: Path, found: Mapping[str, Any], saved: SavedRun, *, prog
     if not 0 <= applied <= saved.iteration:
         number = f"a number of iterations, at most {saved.iteration}"
         raise wrong(place, "skipped_steps", repr(skipped), number)
+    for key, value in saved.description.get("lr_scheduler", {}).items() if progress else ():
+        if (own := value_at(place, found, "lr_scheduler", key)) != value:
+            raise wrong(place, f"lr_scheduler.{key}", shown(own), f"{shown(value)} as in {RUN_FILE}")
     counted = value_at(place, found, "lr_scheduler", "num_iters") if progress else applied
     if type(counted) is not int or counted != applied:
         raise wrong(place, "lr_scheduler.num_iters", repr(counted), str(applied))
@@ -190,21 +199,27 @@ def check_counts(place: Path, found: Mapping[str, Any], saved: SavedRun, *, prog
 
 
 def _check_optimizer(
-    place: Path, found: Mapping[str, Any], expected: Mapping[str, Any], needed: Sequence[tuple[Tensor, Updates]]
+    place: Path,
+    found: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    needed: Sequence[tuple[Tensor, Updates]],
+    used_as: torch.dtype,
 ) -> Steps:
-    """Check the optimizer state ``found``; ``needed`` has each tensor. Returns its step counts."""
+    """Check the optimizer state ``found`` of weights ``used_as``; ``needed`` has each tensor. Returns step counts."""
     for key in expected.keys() & _SCALING:
         # At ZeRO 1 and 2 a checkpoint of an earlier version may lack it.
         if (key in found or "fp32_flat_groups" in expected) and type(found[key]) is not type(expected[key]):
             raise wrong(place, key, type(found[key]).__name__, type(expected[key]).__name__)
     if "ds_version" in expected:
-        Version(value_at(place, found, "ds_version"))  # as DeepSpeed does, without naming the file
+        if Version(version := value_at(place, found, "ds_version")) < _OLDEST:
+            raise wrong(place, "ds_version", version, f"{_OLDEST} or later")
     if (paddings := found.get(PADDINGS)) not in (None, expected.get(PADDINGS)):
         raise wrong(place, PADDINGS, str(paddings), str(expected.get(PADDINGS)))
     for key in expected.keys() & _MASTERS:
         for number, weights in enumerate(expected[key]):
             own = value_at(place, found, key, number)
-            check_tensor(place, f"{key}[{number}]", own, weights.shape, weights.dtype)
+            check_outline(place, f"{key}[{number}]", own, weights.shape, weights.dtype)
+            check_numbers(place, f"{key}[{number}]", own, used_as)
         if (count := len(found[key])) != len(expected[key]):
             raise wrong(place, key, f"{count} tensors", str(len(expected[key])))
     base, current = (
@@ -215,6 +230,8 @@ def _check_optimizer(
     )
     if numbers not in (ours, [sum(ours, [])]):  # earlier versions saved Adagrad's groups as one
         raise wrong(place, "the numbers of the parameters in the groups", str(numbers), str(ours))
+    if more := sorted(map(str, value_at(place, base, "state").keys() - {*sum(numbers, [])})):
+        raise wrong(place, f"state[{more[0]}]", "there", "missing: there is no such parameter")
     steps = set()
     for number in sum(numbers, []):
         state, (tensor, updates) = numbered_state(place, base, number), needed[number]

@@ -174,6 +174,9 @@ _NUMBERED = re.compile(
 )
 
 
+_MOST_RANKS = 1 << 20
+
+
 def check_layout(saved: SavedRun, names: Iterable[str]) -> None:
     """Raise CheckpointError if the files ``names`` are from more or fewer ranks than the checkpoint's layout has."""
     layout, found = saved.layout, defaultdict[str, set[int]](set)
@@ -182,12 +185,15 @@ def check_layout(saved: SavedRun, names: Iterable[str]) -> None:
             found[str(match.lastgroup)].add(int(match[match.lastindex or 0]))
     shards, partitions = layout.model_parallel_size, layout.zero_ranks
     parts = shards * max(layout.pipe_parallel_size, 1)
+    if parts * partitions > _MOST_RANKS:
+        has = f"the layout ({layout}) has {parts * partitions:,} ranks, more than {_MOST_RANKS:,}"
+        raise CheckpointError(f"{saved.path / RUN_FILE}: {has}")
     for kind, size, files in (
         ("shards", shards, "tensor-parallel shards"),
         ("parts", parts, "model-parallel ranks"),
         ("partitions", partitions, "partitions of the optimizer"),
         ("ranks", parts * partitions, "ranks with random states"),
     ):
-        if kind in found and found[kind] != set(range(size)):
+        if kind in found and (len(found[kind]), max(found[kind])) != (size, size - 1):
             has = f"the layout ({layout}) has {size} {files}, but there are files of {len(found[kind])}"
             raise CheckpointError(f"{saved.path / RUN_FILE}: {has}")

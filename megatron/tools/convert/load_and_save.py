@@ -19,11 +19,11 @@ from megatron.checkpoint.across_ranks import check_copies, check_shards, check_s
 from megatron.checkpoint.checks import form_errors, outline, wrong
 from megatron.checkpoint.commit import publish, write_description
 from megatron.checkpoint.huggingface import our_weights
-from megatron.checkpoint.load import CHECKPOINT_VERSION
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.parameter_state import SavedStates
 from megatron.checkpoint.run_file import SavedRun, describe
 from megatron.checkpoint.saved_layout import model_file
+from megatron.checkpoint.schema import CHECKPOINT_VERSION
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_file
 from megatron.common.errors import CheckpointError, reason
 from megatron.common.reading import check_archive, is_present
