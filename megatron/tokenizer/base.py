@@ -4,6 +4,7 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -78,9 +79,9 @@ class Tokenizer(ABC):
             )
         return self._decode(ids)
 
-    def respelled_token(self, text: str, tokens: Collection[str]) -> str | None:
-        """One of ``tokens`` that the tokenizer reads in ``text`` although it is spelled in another way there."""
-        return None
+    def respelled_tokens(self, text: str, tokens: Collection[str]) -> Counter[str]:
+        """How often the tokenizer reads each of ``tokens`` in ``text`` that may be spelled in another way there."""
+        return Counter()
 
     @abstractmethod
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:

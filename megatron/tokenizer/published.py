@@ -6,6 +6,7 @@ The library ``tokenizers`` runs a tokenizer.json. The ids are the same as the id
 
 import json
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -86,15 +87,15 @@ class HuggingFaceTokenizer(RustTokenizer):
         self.eod = eod
         self.other_ends = frozenset(id for id in self._given_ends(configs) if 0 <= id < self.vocab_size)
 
-    def respelled_token(self, text: str, tokens: Collection[str]) -> str | None:
-        """One of ``tokens`` that the tokenizer reads in ``text`` after normalizing both, such as ``<|END|>`` in lower
-        case; None without one."""
+    def respelled_tokens(self, text: str, tokens: Collection[str]) -> Counter[str]:
+        """How often the tokenizer reads each of ``tokens`` in ``text`` after normalizing both, such as ``<|END|>`` in
+        lower case."""
         if not (names := [name for name in self._normalized if name in tokens]):
-            return None
+            return Counter()
         with library_errors(self.path):
             normalize = self._encoder.normalizer.normalize_str
             whole = normalize(text)
-            return next((name for name in names if any(map(whole.__contains__, {normalize(name), name} - {""}))), None)
+            return Counter({name: max(map(whole.count, {normalize(name), name} - {""}), default=0) for name in names})
 
     def _special(self, role: str, configs: Mapping[str, Mapping[str, Any]], chosen: str | None) -> int | None:
         """The id of the ``eos`` or ``bos`` token: ``chosen``, or the token in the first of ``configs`` that has it."""

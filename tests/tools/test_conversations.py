@@ -1,6 +1,7 @@
 """Conversations as tokens with a loss mask: templates as transformers renders them, and what counts in the loss."""
 
 import json
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -207,11 +208,15 @@ def test_another_spelling_of_a_special_token_is_an_error(chat_folder: Path, spec
     token = AddedToken("<|im_start|>", normalized=True, special=special)
     (encoder.add_special_tokens if special else encoder.add_tokens)([token])
     encoder.save(file)
-    (chat_folder / "chatml.jinja").write_text(CHATML)
-    template = chat_template(str(chat_folder / "chatml.jinja"), build_tokenizer("HuggingFaceTokenizer", file, None))
-    template.conversation(said("a"))
-    with pytest.raises(DataError, match=r"message 1 contains '<\|im_start\|>'"):
-        template.conversation(said("a\uff1c|im_start|\uff1e"))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", file, None)
+    (chat_folder / "chatml.jinja").write_text(CHATML.replace("| trim", "| replace('#', '')"))
+    template = chat_template(str(chat_folder / "chatml.jinja"), tokenizer)
+    for render in (template.conversation, template.prompt):
+        render(said("a # \uff1c#|\uff1e"))
+        with pytest.raises(DataError, match=r"message 1 contains '<\|im_start\|>'"):
+            render(said("a\uff1c|im_start|\uff1e"))
+        with pytest.raises(DataError, match=r"makes '<\|im_start\|>' of the texts of the messages"):
+            render(said("a\uff1c|im#_start|\uff1e"))
 
 
 INST = """{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system') }}{% elif
@@ -354,11 +359,39 @@ def test_transformers_ends_a_text_where_an_answer_ends(tmp_path: Path, eos_token
         assert (settings.eos_token_id, settings.top_k) == (ends, 7)
 
 
-def test_a_template_of_another_tokenizer_is_an_error(chat_folder: Path) -> None:
-    (chat_folder / "chatml.jinja").write_text(CHATML)
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(chat_folder / "tokenizer.json"), None)
-    with pytest.raises(ConfigError, match=r"writes <\|im_start\|>, which is not a token of the tokenizer"):
-        chat_template(str(chat_folder / "chatml.jinja"), tokenizer)
+PHI = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+STYLES = {
+    "{{ '<|im_start|>' + message.role + message.content + '<|im_end|>' }}": ["<|im_start|>", "<|im_end|>"],
+    "{{ '<|' + message['role'] + '|>' + '\n' + message['content'] + '<|end|>\n' }}": PHI,
+    "<|{{ message.role }}|>\n{{ message.content }}<|end|>\n": PHI,
+    "{{ '<|begin|>' + message.role + '<|then|>' + message.content + '<|eot_id|>' }}": ["<|begin|>", "<|then|>"],
+    "{{ '<|user|>' if message.role == 'user' else '<|assistant|>' }}{{ message.content + eos_token }}": PHI[:2],
+    "{% if message.role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ '<start_of_' + message.role + '>'"
+    " + message.content + '<end_of_turn>' }}": ["<start_of_user>", "<start_of_assistant>", "<end_of_turn>"],
+}
+
+
+@pytest.mark.parametrize("written, tokens", STYLES.items(), ids=["chatml", "phi", "text", "llama", "zephyr", "gemma"])
+def test_marks_of_a_template_are_tokens_of_the_tokenizer(chat_folder: Path, written: str, tokens: list[str]) -> None:
+    """Also those that it makes of roles."""
+    from tokenizers import Tokenizer
+
+    content = (file := chat_folder / "tokenizer.json").read_text()
+    (chosen := chat_folder / "style.jinja").write_text(f"{{% for message in messages %}}{written}{{% endfor %}}")
+
+    def template_without(token: str | None) -> ChatTemplate:
+        encoder = Tokenizer.from_str(content)
+        encoder.add_tokens([other for other in (*tokens, "<|eot_id|>") if other != token])
+        encoder.save(str(file))
+        return chat_template(str(chosen), build_tokenizer("HuggingFaceTokenizer", str(file), None))
+
+    template = template_without(None)
+    template.conversation(said("a | < b"))
+    for token in tokens:
+        with pytest.raises(DataError, match="message 1 contains"):
+            template.conversation(said(token))
+        with pytest.raises(ConfigError, match=f"writes {re.escape(token)}, which is not a token of the tokenizer"):
+            template_without(token)
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def _build_template(
     reserved = [text for text in known if text != MARK]
     added = [text for text in getattr(tokenizer, "added_tokens", ()) if text != MARK]
     try:
-        template = ChatTemplate(sources[_DEFAULT], special, reserved, others, tokenizer.respelled_token, added)
+        template = ChatTemplate(sources[_DEFAULT], special, reserved, others, tokenizer.respelled_tokens, added)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
     for mark in template.marks:

@@ -9,8 +9,7 @@ import re
 import resource
 import signal
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os.path import commonprefix
 from typing import Any
 
@@ -27,22 +26,21 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 """Unicode noncharacters around what an assistant generates. Messages that contain them are rejected earlier."""
 _TAG = re.compile(r"\w.*[^\w\s]|[^\w\s].*\w", re.DOTALL)
 """A word with punctuation: other added tokens, such as of blanks or ``###``, are in ordinary texts."""
+_CONTENTS = ["qxz0", "qxz1", "qxz2", "qxz3"]
 _EXAMPLE = [
-    {"role": role, "content": f"qxz{number}"} for number, role in enumerate(("system", "user", "assistant", "user"))
+    {"role": role, "content": content}
+    for role, content in zip(("system", "user", "assistant", "user"), _CONTENTS, strict=True)
 ]
 _MARK = re.compile(r"<\|[^\s|<>]+\|>|<\uff5c[^\s\uff5c<>]+\uff5c>|<(?:start|end)_of_\w+>|</?s>")
 
-Text = tuple[str, list[tuple[int, int]]]
-"""A text, and the ranges of characters that count in the loss."""
+Text = tuple[str, list[tuple[int, int]], str]
+"""A text, the ranges of characters that count in the loss, and the text without the punctuation of the messages."""
 
 
 class Template:
     """A Jinja template with the settings of transformers, but without the date, random numbers and addresses."""
 
-    def __init__(
-        self, source: str, special: Mapping[str, str], reserved: Iterable[str] = (), added: Iterable[str] = ()
-    ) -> None:
-        """``reserved`` are texts that, like ``marks``, come from the template only; ``added`` may be marks."""
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_written
         )
@@ -52,38 +50,29 @@ class Template:
         self._tree = environment.parse(source)
         self._template = environment.from_string(source)
         self._special = dict(special)
-        self._ends = self._between_messages([name for name in added if _TAG.search(name)])
-        names = sorted({*reserved, *self.marks()} - {""}, key=len, reverse=True)
-        self._reserved = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self._marks_answers = any(node.name == "_marked" for node in self._tree.find_all(nodes.ExtensionAttribute))
 
-    def marks(self) -> list[str]:
-        """Literals of the template in the form of special tokens, such as ``<|im_start|>``, the special tokens that it
-        uses by name, and the added tokens that it writes between messages."""
-        used = meta.find_undeclared_variables(self._tree) & self._special.keys()
-        return sorted({*_MARK.findall(self._literals()), *(self._special[name] for name in used), *self._ends} - {""})
-
-    def _literals(self) -> str:
+    def marks(self, added: Sequence[str]) -> list[str]:
+        """Texts in the form of special tokens, such as ``<|im_start|>``, in literals of the template and around example
+        messages, the special tokens that it uses by name, and those of ``added`` that it writes between messages."""
         literals = [node.data for node in self._tree.find_all(nodes.TemplateData)]
-        return "\0".join([*literals, *(str(node.value) for node in self._tree.find_all(nodes.Const))])
+        literals += [str(node.value) for node in self._tree.find_all(nodes.Const)]
+        examples = [*self._examples()]
+        written = [*literals, *(part for parts in examples for part in parts[::2])]
+        used = meta.find_undeclared_variables(self._tree) & self._special.keys()
+        names = {self._special[name] for name in used}.union(*map(_MARK.findall, written))
+        ends = _between_messages(examples) or literals
+        names.update(name for name in added if _TAG.search(name) and any(name in text for text in ends))
+        return sorted(names - {""})
 
-    def _between_messages(self, added: Sequence[str]) -> list[str]:
-        """Those of ``added`` that the template writes between messages: a message with one would end its own turn.
-
-        Answers may have others that the template knows, such as ``<think>``: in front of an answer only those count
-        that it also writes in front of the next one. If it cannot write such messages, all of its literals count.
-        """
-        for messages in (_EXAMPLE, _EXAMPLE[1:]) if added else ():
-            contents = [message["content"] for message in messages]
+    def _examples(self) -> Iterator[list[str]]:
+        """Example conversations as the template writes them, split at the contents of the messages."""
+        for messages in (_EXAMPLE, _EXAMPLE[1:]):
             try:
-                parts = re.split(f"({'|'.join(contents)})", self._render(messages, None, add_generation_prompt=True))
+                text = self._render(messages, None, add_generation_prompt=True)
             except Exception:  # such as of a template that knows no system
                 continue
-            if sorted(parts[1::2]) == sorted(contents):
-                before, prompt = 2 * parts[1::2].index(_EXAMPLE[2]["content"]), parts.pop()
-                parts[before] = commonprefix([parts[before], prompt])
-                return [name for name in added if any(name in part for part in parts[::2])]
-        return [name for name in added if name in self._literals()]
+            yield re.split(f"({'|'.join(_CONTENTS)})", text)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Text:
         """Render a conversation; the turns of the assistant count in the loss.
@@ -91,7 +80,7 @@ class Template:
         A turn is the text inside ``{% generation %}``. In templates without it, a turn is what the template adds to
         the previous messages with the generation prompt.
 
-        Raises ValueError if this cannot be told, or if texts of the messages become a special token.
+        Raises ValueError if this cannot be told, or if the template cannot write messages without punctuation.
         """
         _Generation.blocks = 0
         text = self._render(messages, tools)
@@ -100,11 +89,11 @@ class Template:
             blocks = len(pieces) // 4
             if pieces[1::2] != [BEGIN, END] * blocks or blocks < _Generation.blocks:
                 raise ValueError("{% generation %} blocks are nested, or cut by the template")
-            self._check("".join(pieces[::2]), messages, tools)
             ends = [0]
             for piece in pieces[::2]:
                 ends.append(ends[-1] + len(piece))
-            return "".join(pieces[::2]), list(zip(ends[1::2], ends[2::2], strict=False))
+            counted = list(zip(ends[1::2], ends[2::2], strict=False))
+            return "".join(pieces[::2]), counted, self._without_punctuation(messages, tools)
         counted = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -117,28 +106,23 @@ class Template:
                     "{% generation %} and {% endgeneration %} around answers in the template"
                 )
             counted.append((len(prompt), len(answered)))
-        self._check(text, messages, tools)
-        return text, counted
+        return text, counted, self._without_punctuation(messages, tools)
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Render a conversation with the generation prompt at the end. Raises ValueError as ``conversation``."""
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+        """Render a conversation with the generation prompt at the end, also without the punctuation of the messages.
+        Raises ValueError as ``conversation``."""
         text = re.sub(f"[{BEGIN}{END}]", "", self._render(messages, None, add_generation_prompt=True))
-        self._check(text, messages, None, add_generation_prompt=True)
-        return text
+        return text, self._without_punctuation(messages, None, add_generation_prompt=True)
 
-    def _check(self, text: str, messages: Sequence[Mapping[str, Any]], tools: Any, **settings: bool) -> None:
-        """Raises ValueError if there are fewer special tokens in the text without the punctuation of the messages: the
-        template has made one of them, such as by changing or joining texts. So does a template that needs it."""
+    def _without_punctuation(self, messages: Sequence[Mapping[str, Any]], tools: Any, **settings: bool) -> str:
         try:
-            plain = self._render(_plain(messages), _plain(tools), **settings)
+            return self._render(_plain(messages), _plain(tools), **settings)
         except (MemoryError, RecursionError):
             raise
         except Exception as error:
             raise ValueError(
                 f"cannot write the messages without their punctuation ({error}), as a check does"
             ) from None
-        for token in Counter(self._reserved.findall(text)) - Counter(self._reserved.findall(plain)):
-            raise ValueError(f"makes {token!r} of the texts of the messages: remove their part of it")
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = False) -> str:
         return self._template.render(
@@ -165,6 +149,20 @@ class _Generation(Extension):
     def _marked(self, caller: Any) -> str:
         _Generation.blocks += 1
         return f"{BEGIN}{caller()}{END}"
+
+
+def _between_messages(examples: Sequence[list[str]]) -> list[str]:
+    """The texts between the messages of an example: a message with a token of them would end its own turn. Empty if no
+    example has each message once.
+
+    Answers may have other tokens that the template knows, such as ``<think>``: in front of an answer only those count
+    that are also in front of the next one.
+    """
+    for parts in examples:
+        if sorted(parts[1::2]) in (_CONTENTS, _CONTENTS[1:]):
+            before = 2 * parts[1::2].index(_CONTENTS[2])
+            return [*parts[:before:2], commonprefix([parts[before], parts[-1]]), *parts[before + 2 : -1 : 2]]
+    return []
 
 
 def _plain(value: Any, key: str = "") -> Any:
@@ -207,8 +205,9 @@ def main(seconds: float) -> None:
         try:
             name, *arguments = json.loads(line)
             if name == "template":
-                template = Template(*arguments)
-                result: Any = template.marks()
+                *texts, added = arguments
+                template = Template(*texts)
+                result: Any = template.marks(added)
             else:
                 result = getattr(template, name)(*arguments)
             answer = json.dumps({"result": result})

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -35,7 +36,7 @@ class ChatTemplate:
             are rejected.
         others: further templates of the tokenizer by name; as in transformers, ``tool_use`` renders conversations with
             tools.
-        respelled: finds one of these tokens that the tokenizer would make of another spelling in a text.
+        respelled: counts those of these tokens that the tokenizer would make of other spellings in a text.
         added: texts of further tokens, which are reserved if the template writes them between messages.
 
     Raises ConfigError if it cannot be parsed.
@@ -51,14 +52,14 @@ class ChatTemplate:
         special: Mapping[str, str],
         reserved: Iterable[str] = (),
         others: Mapping[str, str] = MappingProxyType({}),
-        respelled: Callable[[str, Collection[str]], str | None] = lambda text, tokens: None,
+        respelled: Callable[[str, Collection[str]], Counter[str]] = lambda text, tokens: Counter(),
         added: Iterable[str] = (),
     ) -> None:
         if len(source) > _LONGEST:
             raise ConfigError(f"the chat template has {len(source):,} characters, and may have {_LONGEST:,}")
         self.source, self.special, self.others = source, dict(special), dict(others)
         self._own_roles = frozenset(name for pair in re.findall(r"'(\w+)'|\"(\w+)\"", source) for name in pair if name)
-        self._texts = (source, self.special, [*filter(None, reserved)], [*added])
+        self._texts = (source, self.special, [*added])
         self._process: subprocess.Popen[str] | None = None
         self._owner = os.getpid()
         try:
@@ -67,7 +68,7 @@ class ChatTemplate:
             raise ConfigError(
                 f"the chat template cannot be used: {str(error).removeprefix('the chat template').lstrip(': ')}"
             ) from None
-        self._names = sorted({*self._texts[2], *self.marks}, key=len, reverse=True)
+        self._names = sorted({*filter(None, reserved), *self.marks}, key=len, reverse=True)
         self._reserved = re.compile("|".join([*map(re.escape, self._names), f"[{sandbox.BEGIN}{sandbox.END}]"]))
         self._respelled = respelled
         tools = others.get(TOOL_USE)
@@ -78,11 +79,13 @@ class ChatTemplate:
         """Render a conversation; the turns of the assistant count in the loss.
 
         Raises DataError if the messages are invalid (see ``_checked``), the template rejects the conversation, changes
-        earlier turns afterwards, or exceeds the limits of its process.
+        earlier turns afterwards, makes a special token of texts, or exceeds the limits of its process.
         """
         if tools is not None and self._with_tools is not None:
             return self._with_tools.conversation(messages, tools)
-        return Text(*self._ask("conversation", self._checked(messages, tools), tools))
+        text, counted, plain = self._ask("conversation", self._checked(messages, tools), tools)
+        self._check_rendered(text, plain)
+        return Text(text, counted)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Render a conversation with the generation prompt at the end. Raises DataError as ``conversation``.
@@ -98,7 +101,9 @@ class ChatTemplate:
         for message in named:
             if isinstance(calls := message.get("tool_calls"), list):
                 message["tool_calls"] = [_with_object(call) for call in calls]  # before its texts are checked
-        return self._ask("prompt", self._checked(named, None))
+        text, plain = self._ask("prompt", self._checked(named, None))
+        self._check_rendered(text, plain)
+        return text
 
     def turn_end(self) -> str:
         """The text that the template writes after an answer, without surrounding white space."""
@@ -137,9 +142,21 @@ class ChatTemplate:
     def _check_strings(self, where: str, value: Any) -> None:
         for text in _strings(value):
             check_texts([text], f"{where}: ")  # also half of a pair, which would join the half in another message
-            if found := match.group() if (match := self._reserved.search(text)) else self._respelled(text, self._names):
+            for found in (*self._reserved.findall(text), *+self._respelled(text, self._names)):
                 token = ascii(found) if found in sandbox.BEGIN + sandbox.END else repr(found)
                 raise DataError(f"{where} contains {token}, which only the chat template may write: remove it")
+
+    def _check_rendered(self, text: str, plain: str) -> None:
+        """Raises DataError if ``plain``, the text without the punctuation of the messages, has fewer special tokens:
+        the template has made one of them, such as by changing or joining texts."""
+        for written, own in (
+            (Counter(self._reserved.findall(text)), Counter(self._reserved.findall(plain))),
+            (self._respelled(text, self._names), self._respelled(plain, self._names)),
+        ):
+            for token in written - own:
+                raise DataError(
+                    f"the chat template makes {token!r} of the texts of the messages: remove their part of it"
+                )
 
     def _start(self) -> Any:
         """Start the sandbox process. Returns ``marks``."""
