@@ -331,7 +331,7 @@ def _reshard(args: argparse.Namespace) -> None:
     """
     stages, copies = args.pipe_parallel_size, args.data_parallel_size
     sizes = {"model_parallel_size": "[1, inf)", "data_parallel_size": "[1, inf)", "pipe_parallel_size": "[0, inf)"}
-    check_values(args, {**sizes, "time_limit": "(0, inf)"})
+    check_values(args, {**sizes, "time_limit": "(0, 604800]"})
     if args.output is None:
         kept = {"tp": args.model_parallel_size, "pp": stages, "dp": copies}
         place = args.path.resolve()

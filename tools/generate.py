@@ -280,9 +280,7 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
         help="reject a text longer than the context, or continue it from its last tokens",
     )
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="string that ends a text")
-    group.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="completions computed together, with a file"
-    )
+    group.add_argument("--batch-size", type=int, default=8, metavar="N", help="completions computed together")
 
 
 def _add_choice_flags(group: argparse._ArgumentGroup) -> None:

@@ -43,10 +43,10 @@ def main() -> None:
     args, words = _parser().parse_known_args()
     if (args.layouts is None) == (args.all is None):
         raise ConfigError("give --layouts with names, or --all with a number of processes (see --help)")
-    intervals = {"iterations": "[1, inf)", "all": "[1, 256]", "tolerance": "[0, inf)", "time_limit": "(0, inf)"}
-    check_values(args, intervals)
-    if args.sample is not None and (args.all is None or args.sample < 1):
-        raise ConfigError(f"--sample {args.sample} chooses among the layouts of --all N, at least one: give --all, too")
+    intervals = {"iterations": "[1, inf)", "all": "[1, 256]", "sample": "[1, 1e6]"}
+    check_values(args, {**intervals, "tolerance": "[0, inf)", "time_limit": "(0, 604800]"})
+    if args.sample is not None and args.all is None:
+        raise ConfigError(f"--sample {args.sample} chooses among the layouts of --all N: give --all, too")
     named = [parse_layout(name) for name in args.layouts or ()]
     request = make_request(words, args.iterations, named[0] if named else None, os.environ, args.program)
     layouts = named or supported_layouts(request, args.all, args.sample, args.sample_seed)

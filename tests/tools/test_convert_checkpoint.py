@@ -148,6 +148,7 @@ def test_merged_weights_are_those_of_the_layout(
         ("merge {trained} --output {link}", "link is a link, which would be replaced; name a folder in /", 2),
         ("merge {trained} --output /proc", "/proc is where a file system is mounted; name a folder in it", 2),
         ("merge {trained} --output {trained}/global_step3/m.safetensors", "is a checkpoint, and is refused with", 2),
+        ("reshard {trained} --output {out} --time-limit 1e300", "--time-limit", 2),
     ],
 )
 def test_a_mistake_is_one_line_before_torch(

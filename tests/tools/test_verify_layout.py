@@ -138,6 +138,7 @@ def test_a_run_that_fails_is_reported_with_its_last_lines(programs: Programs) ->
         ([], "give --layouts with names, or --all with a number of processes"),
         (["--all", "0"], "--all 0 must be from 1 to 256"),
         (["--all", "257"], "--all 257 must be from 1 to 256"),
+        (["--all", "2", "--sample", "9" * 20], "--sample of 20 digits must be 1,000,000 at most"),
         (["--layouts", "tp１-pp0-dp1"], "'tp１' is not part of a layout's name"),  # noqa: RUF001
         (["--all", "2", "--program", "nowhere.py"], "--program nowhere.py cannot be loaded (FileNotFoundError"),
         (["--all", "2", "--program", "tests/support/pages.py"], "--program tests/support/pages.py defines no ARCHITEC"),

@@ -134,7 +134,7 @@ class Session:
     beams: BeamSearch | None
     """Parameters of beam search, which replaces sampling."""
     batch_size: int
-    """Number of completions computed together when they are written to a file."""
+    """Number of completions computed together."""
     is_main_rank: bool
     """Whether this rank prints."""
     chat: ChatPrompts | None = None
@@ -149,11 +149,12 @@ class Session:
             [[completion]] = self._complete([prompt.tokens], 1, on_text=self._print)
             self._print("\n")
             return completion.text
-        completions = self._complete([prompt.tokens], self.samples)[0]
-        for number, completion in enumerate(completions, start=1):
+        first = None
+        for number, completion in enumerate(self._samples(prompt.tokens), start=1):
+            first = completion.text if first is None else first
             heading = f"--- {number}\n" if self.samples > 1 else ""
             self._print(f"{heading}{prompt.text if self.generator.model.continues else ''}{completion.text}\n")
-        return completions[0].text
+        return first or ""
 
     def converse(self) -> None:
         """Interactive mode: continue each line of input, or answer it as the next message of a conversation."""
@@ -173,7 +174,9 @@ class Session:
         batch_prompts = max(self.batch_size // self.samples, 1)
         for begin in self._steps(len(prompts), batch_prompts, "prompt"):
             batch = prompts[begin : begin + batch_prompts]
-            results = self._complete([prompt.tokens for prompt in batch], self.samples)
+            tokens = [prompt.tokens for prompt in batch]
+            together = len(batch) > 1 or self.samples <= self.batch_size
+            results = self._complete(tokens, self.samples) if together else [list(self._samples(tokens[0]))]
             for prompt, completions in zip(batch, results, strict=True):
                 if as_json:
                     _write_line(
@@ -186,12 +189,15 @@ class Session:
     def write_documents(self, file: IO[str]) -> None:
         """Write unconditional samples (completions of an end of document) as JSON lines."""
         beginning = [self.generator.tokenizer.eod]
+        for completion in self._samples(beginning, shown=True):
+            finished = completion.finish_reason == "stop"
+            _write_line(file, {"text": completion.text, "length": len(completion.tokens), "finished": finished})
+
+    def _samples(self, prompt: Sequence[int], *, shown: bool = False) -> Iterator[Completion]:
+        """All completions of a prompt, ``batch_size`` of them computed together, with a progress bar if ``shown``."""
         size = self.batch_size if self.beams is None else self.samples  # one search returns all of them
-        for begin in self._steps(self.samples, size, "text"):
-            count = min(size, self.samples - begin)
-            for completion in self._complete([beginning], count, first=begin)[0]:
-                finished = completion.finish_reason == "stop"
-                _write_line(file, {"text": completion.text, "length": len(completion.tokens), "finished": finished})
+        for begin in self._steps(self.samples, size, "text", shown=shown):
+            yield from self._complete([prompt], min(size, self.samples - begin), first=begin)[0]
 
     def _complete(
         self,
@@ -225,9 +231,9 @@ class Session:
             sys.stdout.flush()
             check_output()
 
-    def _steps(self, total: int, size: int, unit: str) -> Iterator[int]:
+    def _steps(self, total: int, size: int, unit: str, *, shown: bool = True) -> Iterator[int]:
         """First index of each batch, with a progress bar on the terminal of rank 0."""
-        with progress_bar(total=total, unit=unit, shown=self.is_main_rank) as progress:
+        with progress_bar(total=total, unit=unit, shown=shown and self.is_main_rank) as progress:
             for begin in range(0, total, size):
                 yield begin
                 progress.update(min(size, total - begin))

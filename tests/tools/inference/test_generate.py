@@ -15,7 +15,7 @@ from megatron.tools.chat.template import ChatPrompts, ChatTemplate
 from megatron.tools.chat.tokens import special_tokens
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import Completion, Session
-from megatron.tools.inference.prompts import StoppingCriteria, read_prompts
+from megatron.tools.inference.prompts import Prompt, StoppingCriteria, read_prompts
 from megatron.tools.inference.source import open_source
 
 TOOL = "tools/generate.py"
@@ -111,6 +111,26 @@ def test_a_chat_has_what_was_said_before(foreign: Path, monkeypatch, capsys):
     session.converse()
     assert prompts == ["u the\na", "u the\na yes\nu value\na"]
     assert "input: message 3 contains '<|endoftext|>', which only the chat template" in capsys.readouterr().out
+
+
+def test_at_most_a_batch_of_samples_is_computed_together(capsys):
+    """However many there are; before, all of one prompt were, and a large number took all memory."""
+    together = []
+
+    class Count:
+        model = SimpleNamespace(continues=False)
+
+        def complete(self, prompts, *_, samples, first_sample, **__):
+            together.append(len(prompts) * samples)
+            return [[Completion(f"{first_sample + sample}") for sample in range(samples)] for _ in prompts]
+
+    session = Session(Count(), Sampling(), StoppingCriteria(128), 5, None, batch_size=2, is_main_rank=True)
+    prompt = Prompt("x", [1], {})
+    assert session.show(prompt) == "0"
+    session.write_completions([prompt], sys.stdout, as_json=False)
+    printed = capsys.readouterr().out
+    assert printed == "".join(f"--- {n + 1}\n{n}\n" for n in range(5)) + "".join(f"{n}\n\n" for n in range(5))
+    assert together == [2, 2, 1] * 2
 
 
 def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path):
