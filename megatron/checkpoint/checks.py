@@ -17,10 +17,7 @@ Shape = Sequence[int]
 _SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "sum", "variance", "row_var", "col_var")
 """Moments whose elements are never negative."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_FORM = (
-    *(LookupError, ArithmeticError, TypeError, AttributeError, ValueError, RuntimeError, StopIteration, EOFError),
-    AssertionError,  # of DeepSpeed
-)
+_FORM = (LookupError, ArithmeticError, TypeError, AttributeError, ValueError, RuntimeError, StopIteration, EOFError)
 
 
 @contextmanager
@@ -34,10 +31,10 @@ def form_errors(place: Path) -> Iterator[None]:
     except CheckpointError as error:
         error.messages = [line if str(place) in line else f"{place}: {line}" for line in error.messages]
         raise
-    except (*_FORM, OSError) as error:
+    except (*_FORM, OSError, AssertionError) as error:
         if not place.exists():
             raise gone(place) from error
-        if not isinstance(error, _FORM):
+        if isinstance(error, OSError):
             raise
         more = f" ({first_line(error)})" if isinstance(error, ValueError) else ""
         form = f"lacks a part, or holds one of another form{more}"

@@ -25,6 +25,7 @@ from megatron.model.huggingface import model_title
 RUN_FILE = "run.json"
 _REMOVED = ("flex_attention", "images_per_sample", "next_tokens", "scaled_upper_triang_masked_softmax_fusion")
 """Former fields of ModelConfig that are ignored, since no weight depends on them."""
+_EARLY_SCHEDULE = {"start_lr": "--lr", "min_lr": "--min-lr", "decay_style": "--lr-decay-style"}
 _KINDS = {
     "iteration": int,
     "consumed_samples": int,
@@ -172,6 +173,14 @@ class SavedRun:
     def skipped_samples(self) -> tuple[range, ...]:
         """Samples that training skips, in order."""
         return tuple(range(start, stop) for start, stop in self.description.get("left_out_samples", ()))
+
+    @property
+    def lr_schedule(self) -> dict[str, Any]:
+        """The learning-rate schedule in use, or what is known: early versions saved the flags, which may be ignored."""
+        is_ignored = self.config.get("optim", {}).get("use_checkpoint_lr_scheduler")
+        flags = {} if is_ignored else self.description.get("schedule", {})
+        early = {name: flags[flag] for name, flag in _EARLY_SCHEDULE.items() if flag in flags}
+        return self.description.get("lr_scheduler", early)
 
     @property
     def history(self) -> tuple[Segment, ...]:

@@ -187,9 +187,9 @@ def check_counts(place: Path, found: Mapping[str, Any], saved: SavedRun, *, prog
     if not 0 <= applied <= saved.iteration:
         number = f"a number of iterations, at most {saved.iteration}"
         raise wrong(place, "skipped_steps", repr(skipped), number)
-    for key, value in saved.description.get("lr_scheduler", {}).items() if progress else ():
-        if (own := value_at(place, found, "lr_scheduler", key)) != value:
-            raise wrong(place, f"lr_scheduler.{key}", shown(own), f"{shown(value)} as in {RUN_FILE}")
+    for name, value in saved.lr_schedule.items() if progress else ():
+        if (own := value_at(place, found, "lr_scheduler", name)) != value:
+            raise wrong(place, f"lr_scheduler.{name}", shown(own), f"{shown(value)} as in {RUN_FILE}")
     counted = value_at(place, found, "lr_scheduler", "num_iters") if progress else applied
     if type(counted) is not int or counted != applied:
         raise wrong(place, "lr_scheduler.num_iters", repr(counted), str(applied))

@@ -33,6 +33,7 @@ UNIVERSAL = "_universal"
 _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{,199}")
 STEP = re.compile(r"global_step([0-9]{1,18})")
 """The tag of an iteration."""
+_MOST_RANKS = 1 << 20
 _NONE_BROKEN: Mapping[str, str] = MappingProxyType({})
 
 
@@ -172,9 +173,6 @@ _NUMBERED = re.compile(
     r"rng_state_(?P<ranks>\d+)\.pt|layer_\d+-model_(?P<shards>\d+)-model_states\.pt"
     r"|\w*zero_pp_rank_(?P<partitions>\d+)_mp_rank_\d+_optim_states\.pt|\w*mp_rank_(?P<parts>\d+)_model_states\.pt"
 )
-
-
-_MOST_RANKS = 1 << 20
 
 
 def check_layout(saved: SavedRun, names: Iterable[str]) -> None:

@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from support.training import started_engine
 from megatron.checkpoint.checks import form_errors
 from megatron.checkpoint.commit import write_description
 from megatron.checkpoint.manifest import write_manifest
-from megatron.checkpoint.schema import Updates, check_state
+from megatron.checkpoint.schema import Updates, check_counts, check_state
 from megatron.checkpoint.tracker import newest, tag_at
 from megatron.common.errors import CheckpointError
 from megatron.tools.convert.load_and_save import lazy_weights
@@ -555,6 +557,23 @@ def test_a_step_of_any_optimizer_is_in_range(step: Any) -> None:
         assert check_state("file", "w", state, (2, 2), updates) is None
         with pytest.raises(CheckpointError, match="file: w.step is "):
             check_state("file", "w", {**state, "step": step}, (2, 2), updates)
+
+
+@pytest.mark.parametrize(("is_early", "is_ignored"), [(False, False), (False, True), (True, False), (True, True)])
+def test_the_schedule_is_that_of_the_description(saved_on, is_early: bool, is_ignored: bool) -> None:
+    """Early versions described that of the flags, which a run may ignore."""
+    saved = tag_at(saved_on("dp1") / "global_step3")
+    content = torch.load(saved.path / RANK, weights_only=False)
+    description = {
+        name: value for name, value in saved.description.items() if not (is_early and name == "lr_scheduler")
+    }
+    description["config"] = {**saved.config, "optim": {"use_checkpoint_lr_scheduler": is_ignored}}
+    saved = replace(saved, description=description)
+    assert check_counts("file", content, saved, progress=True) == 3
+    content["lr_scheduler"]["start_lr"] = 5.0
+    assert check_counts("file", content, saved, progress=False) == 3
+    with nullcontext() if is_early and is_ignored else pytest.raises(CheckpointError, match="start_lr is 5.0, and "):
+        check_counts("file", content, saved, progress=True)
 
 
 def test_a_description_that_does_not_fit_is_refused(saved_on, tmp_path: Path) -> None:
