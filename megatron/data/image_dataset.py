@@ -16,7 +16,7 @@ from megatron.common.files import replace_file
 from megatron.common.reading import is_present, read_bytes
 from megatron.config import DataConfig
 from megatron.config.vision import STRETCH, ImageFormat
-from megatron.data.mapped_file import map_file, parse_npy
+from megatron.data.mapped_file import map_file, parse_npy, write_npy
 from megatron.data.sft_dataset import TOKENS, SFTDataset
 from megatron.data.splits import Source
 
@@ -197,7 +197,7 @@ def image_writer(prefix: str, size: int, fit: str = STRETCH) -> Iterator[Callabl
         _write_header(file, counts[-1], size)
         assert file.tell() == begin, "NumPy pads the header, so that a larger number of images fits"
     with replace_file(starts) as file:
-        np.save(file, np.array(counts, np.int64))
+        write_npy(file, np.array(counts, np.int64))
     _fit_file(prefix).unlink(missing_ok=True)
     if fit != STRETCH:
         with replace_file(_fit_file(prefix), text=True) as file:

@@ -22,7 +22,7 @@ from megatron.common.errors import ResourceError
 from megatron.common.files import UNFINISHED, replace_file, sync
 from megatron.common.reading import read_json
 from megatron.config import DataConfig
-from megatron.data.mapped_file import map_file, parse_npy
+from megatron.data.mapped_file import map_file, parse_npy, write_npy
 
 T = TypeVar("T")
 Arrays = Mapping[str, np.ndarray]
@@ -91,13 +91,16 @@ def _new_files(folder: Path, name: str, recipe: Recipe) -> Iterator[tuple[Make, 
 
     def make(key: str) -> np.ndarray:
         form, path = recipe.forms[key], folder / f".{name}_{key}.{os.urandom(4).hex()}{UNFINISHED}"
-        with contextlib.suppress(OSError):
+        unfinished[key] = path
+        try:
             array = np.lib.format.open_memmap(path, "w+", form.dtype, form.shape)
-            unfinished[key] = path
             with open(path, "r+b") as file:  # a full disk raises an error here, but SIGBUS later
                 os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
             return np.asarray(array)
-        return in_memory(recipe, key)
+        except OSError:
+            with contextlib.suppress(OSError):
+                unfinished.pop(key).unlink()
+            return in_memory(recipe, key)
 
     def store(arrays: Arrays) -> None:
         # Small arrays are not flushed: they are checked when read, and a blend has thousands.
@@ -110,7 +113,7 @@ def _new_files(folder: Path, name: str, recipe: Recipe) -> Iterator[tuple[Make, 
                 os.replace(unfinished[key], path)
             else:
                 with replace_file(path, durable=durable) as file:
-                    np.save(file, array, allow_pickle=False)
+                    write_npy(file, array)
         _record(folder, name, recipe)
 
     try:

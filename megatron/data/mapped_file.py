@@ -7,7 +7,7 @@ import mmap
 import os
 import weakref
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import numpy as np
 
@@ -68,6 +68,13 @@ def parse_npy(content: np.ndarray) -> np.ndarray:
     if dtype.hasobject or is_transposed:
         raise ValueError(f"an array of {dtype} in another order" if is_transposed else "an array of objects")
     return content[head.tell() :].view(dtype).reshape(shape)
+
+
+def write_npy(file: IO[bytes], array: np.ndarray) -> None:
+    """Write an .npy file for ``parse_npy``. NumPy's ``save`` would not report that the last bytes cannot be written."""
+    array = np.ascontiguousarray(array)
+    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+    file.write(array.data)
 
 
 _HEAD = 4096

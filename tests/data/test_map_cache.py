@@ -1,20 +1,25 @@
 """The maps on disk: complete or absent, rebuilt if damaged, equal for all processes."""
 
+import errno
 import multiprocessing
 import os
+import resource
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron.common.files import replace_file
 from megatron.config import DataConfig
 from megatron.data import fingerprint, indexed_dataset, map_cache
 from megatron.data.gpt2_dataset import IndexMaps, SampleStream
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.map_cache import cached
+from megatron.data.mapped_file import map_file, parse_npy, write_npy
 from megatron.tools.audit.case import check_contents
 
 STREAM = SampleStream(np.arange(1, 50), 8, 1234)
@@ -151,6 +156,60 @@ def test_where_nothing_can_be_written_maps_stay_in_memory(tmp_path: Path) -> Non
     (folder / "x_shuffle.npy").mkdir()
     assert_right(IndexMaps(**cached(folder, "x", RECIPE)))
     assert {path.name for path in folder.iterdir()} <= FILES | {"x.lock"}
+
+
+def failing(kind: int, call: Callable | None = None) -> Callable:
+    def fail(*arguments: object) -> None:
+        if call:
+            call(*arguments)
+        raise OSError(kind, os.strerror(kind))
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (os, "posix_fallocate", failing(errno.EDQUOT)),
+        (np.lib.format, "open_memmap", failing(errno.EFBIG, np.lib.format.open_memmap)),
+    ],
+)
+def test_what_does_not_fit_is_right_and_leaves_no_unfinished_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, value: Callable
+) -> None:
+    """The empty file took the name of the maps, before."""
+    monkeypatch.setattr(map_cache, "CHECKED_ONCE", 1)
+    with monkeypatch.context() as limited:
+        limited.setattr(owner, name, value)
+        assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
+    assert_right(IndexMaps(**cached(tmp_path, "x", RECIPE)))
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("size", [3900, 4000, 20000])
+def test_an_array_that_is_cut_off_is_an_error(tmp_path: Path, size: int) -> None:
+    """NumPy would not report that the last bytes, which it holds back, cannot be written."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    array = np.arange(size) % 7
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with (
+            pytest.raises(OSError, match="too large") if size > 3968 else nullcontext(),
+            replace_file(tmp_path / "x.npy") as file,
+        ):
+            write_npy(file, array.astype(np.uint8))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [size + 128] * (size <= 3968)
+
+
+@pytest.mark.parametrize("shape", [(0,), (5,), (2, 3), (0, 2)])
+def test_an_array_is_read_as_it_was_written(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    array = np.arange(np.prod(shape), dtype=np.int64).reshape(shape[::-1]).T
+    with open(tmp_path / "x.npy", "wb") as file:
+        write_npy(file, array)
+    np.testing.assert_array_equal(parse_npy(map_file(tmp_path / "x.npy")), array)
+    np.testing.assert_array_equal(np.load(tmp_path / "x.npy"), array)
 
 
 def build_at_once(pipe: Connection, folder: Path) -> None:
