@@ -7,7 +7,7 @@ import re
 import resource
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -120,7 +120,9 @@ def _live_tensors() -> Counter[tuple]:
     sizes: Counter[tuple] = Counter()
     seen = set()
     for candidate in gc.get_objects():  # isinstance would ask objects of torch for their class, which warn
-        if issubclass(type(candidate), torch.Tensor) and candidate.layout == torch.strided:
+        if not issubclass(type(candidate), torch.Tensor) or candidate.layout != torch.strided:
+            continue
+        with suppress(RuntimeError):  # a tensor of the compiler has no data
             storage = candidate.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())

@@ -154,7 +154,7 @@ def test_text_that_is_not_yaml_is_one_line(messages, tmp_path: Path) -> None:
         assert line.startswith("run.yaml, line ") and "\n" not in line
     for size in (1 << 19, 1):
         (tmp_path / "bytes").write_bytes(b"\xff" * size)
-        with pytest.raises(ConfigError, match="524,288 bytes, more than|not UTF-8 at byte 0"):
+        with pytest.raises(ConfigError, match="more than the 262,144 bytes|not UTF-8 at byte 0"):
             parse_run(["--config", str(tmp_path / "bytes")], CPU)
 
 

@@ -56,8 +56,9 @@ class Deprecated:
         raise FutureWarning
 
 
-def test_no_object_is_asked_for_its_class_while_tensors_are_listed() -> None:
-    held = torch.nn.Parameter(torch.ones(3, 41)), Deprecated()
+def test_live_tensors_are_listed_beside_objects_that_only_look_like_tensors() -> None:
+    of_the_compiler = torch._to_functional_tensor(torch.ones(3, 42))
+    held = torch.nn.Parameter(torch.ones(3, 41)), Deprecated(), of_the_compiler
     assert memory._live_tensors()[3, 41, "torch.float32", "cpu"] == held[0].nbytes
 
 
