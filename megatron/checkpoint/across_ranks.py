@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,9 +40,9 @@ def check_states(states: SavedStates, part: slice = _ALL) -> Steps:
     return steps
 
 
-_OF_ONE_RANK = """module optimizer buffer_names param_shapes shared_params frozen_param_shapes frozen_param_fragments
-    universal_checkpoint_info args ds_config""".split()
-"""Entries of a rank's file that are its own; all others are those of the run. The last two are not loaded."""
+_OF_THE_RUN = """iteration consumed_samples tokens checkpoint_version lr_scheduler global_steps global_samples
+    skipped_steps dp_world_size mp_world_size ds_version""".split()
+"""Entries of a rank's file that are not its own."""
 
 
 def check_alike(files: SavedFiles, part: slice = _ALL) -> None:
@@ -49,15 +50,18 @@ def check_alike(files: SavedFiles, part: slice = _ALL) -> None:
     first, *others = files.all_models()
     for file in others[part]:
         with form_errors(file.path):
-            for key in sorted((first.content.keys() | file.content.keys()) - {*_OF_ONE_RANK}):
-                found, expected = (each.find([key]) for each in (file, first))
+            for key in _OF_THE_RUN:
+                found, expected = (each.content.get(key) for each in (file, first))
                 if found != expected:
-                    if isinstance(found, Mapping) and isinstance(expected, Mapping):
-                        found, expected = (
-                            {key: value for key, value in one.items() if key not in other or other[key] != value}
-                            for one, other in ((found, expected), (expected, found))
-                        )
-                    raise wrong(file.path, key, shown(found), f"{shown(expected)} as in {first.path.name}")
+                    other = f"{shown(_beyond(expected, found))} as in {first.path.name}"
+                    raise wrong(file.path, key, shown(_beyond(found, expected)), other)
+
+
+def _beyond(one: Any, other: Any) -> Any:
+    """``one``, of two mappings only what ``other`` has not."""
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        return one
+    return {key: value for key, value in one.items() if key not in other or other[key] != value}
 
 
 def check_shards(states: SavedStates, part: slice = _ALL, *, optimizer: bool = True) -> None:

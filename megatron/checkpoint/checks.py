@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import DistError
 
 from megatron.checkpoint.manifest import gone
-from megatron.common.errors import CheckpointError, first_line
+from megatron.common.errors import CheckpointError, first_line, is_out_of_memory, limit_advice
 
 Shape = Sequence[int]
 _SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "sum", "variance", "row_var", "col_var")
@@ -34,9 +35,9 @@ def form_errors(place: Path) -> Iterator[None]:
     except (*_FORM, OSError, AssertionError) as error:
         if not place.exists():
             raise gone(place) from error
-        if isinstance(error, OSError):
+        if isinstance(error, OSError | DistError) or is_out_of_memory(error) or limit_advice(error):
             raise
-        more = f" ({first_line(error)})" if isinstance(error, ValueError) else ""
+        more = f" ({first_line(error)})" if isinstance(error, ValueError | AssertionError) else ""
         form = f"lacks a part, or holds one of another form{more}"
         problem = f"lacks {error.args[0]}" if isinstance(error, KeyError) and error.args else form
         raise CheckpointError(f"{place} {problem}") from error

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.checkpoint.files import Record, record_of, sha256_of, write_text, xxh128_of
 from megatron.common.checkpoint_folders import MANIFEST
-from megatron.common.errors import CheckpointError
+from megatron.common.errors import CheckpointError, limit_reached
 from megatron.common.files import sync, sync_folder
 from megatron.common.reading import LARGEST_JSON, read_bytes
 
@@ -128,7 +128,7 @@ def _read_errors(file: Path, absent: str | None = None) -> Iterator[None]:
     except FileNotFoundError:
         raise CheckpointError(absent or f"{file} is missing") from None
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
+        raise (limit_reached(file, error) or CheckpointError(f"{file} cannot be read ({error.strerror})")) from None
 
 
 def _render(records: Manifest) -> str:

@@ -53,6 +53,8 @@ class Updates(NamedTuple):
     """Names of the moments; none if it may never have been updated."""
     most: int = 0
     """Maximum number of updates."""
+    dtype: torch.dtype = torch.float32
+    """Type of the moments, if it is not fp32."""
 
 
 def check_state(place: object, name: str, state: State, shape: Shape, updates: Updates) -> int | None:
@@ -68,7 +70,8 @@ def check_state(place: object, name: str, state: State, shape: Shape, updates: U
     shapes = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
     for key, value in state.items():
         if key in known or is_flat(value):
-            file, dtype = getattr(value, "path", place), None if key == WEIGHT else torch.float32
+            file, own = getattr(value, "path", place), getattr(value, "dtype", None)
+            dtype = None if key == WEIGHT or own == updates.dtype else torch.float32
             check_outline(file, f"{name}.{key}", value, shapes.get(key, shape), dtype)
             if isinstance(value, Tensor):
                 check_numbers(file, f"{name}.{key}", value)
@@ -148,7 +151,11 @@ def read_rank_files(
                 needed = [
                     (
                         tensor,
-                        Updates(moment_names(engine.basic_optimizer, tensor) if has_spec and applied else (), applied),
+                        Updates(
+                            moment_names(engine.basic_optimizer, tensor) if has_spec and applied else (),
+                            applied,
+                            tensor.dtype,
+                        ),
                     )
                     for tensor in base_tensors(engine)
                 ]

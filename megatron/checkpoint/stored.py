@@ -13,6 +13,7 @@ from megatron.checkpoint.checks import check_numbers, name_of, outline, value_at
 from megatron.checkpoint.files import Record
 from megatron.checkpoint.manifest import check_content
 from megatron.checkpoint.tensor_files import check_identity, read_file
+from megatron.common.errors import CheckpointError
 from megatron.model.spec import ParameterSpec
 
 State = dict[str, Any]
@@ -112,9 +113,14 @@ class Stored:
         parts = [file.find(keys).detach().flatten()[begin:end] for file, keys, begin, end in self.pieces]
         if {part.dtype for part in parts} != {self.dtype} or sum(map(len, parts)) != self.numel():
             raise ValueError(f"{self.path}: its pieces are not of one type, or not of {self.numel():,} elements")
-        for piece, part in zip(self.pieces, parts, strict=True):
-            check_numbers(piece.file.path, name_of(piece.keys), part, used_as)
-        return torch.cat(parts).view(self.shape)
+        whole = torch.cat(parts).view(self.shape)
+        try:
+            check_numbers(self.path, name_of(self.pieces[0].keys), whole, used_as)
+        except CheckpointError:
+            for piece, part in zip(self.pieces, parts, strict=True):  # which of them it is
+                check_numbers(piece.file.path, name_of(piece.keys), part, used_as)
+            raise
+        return whole
 
 
 def joined(parts: Sequence[Stored]) -> Stored:

@@ -25,7 +25,7 @@ from megatron.checkpoint.files import NewFile, Record, write_text
 from megatron.checkpoint.manifest import gone
 from megatron.checkpoint.safetensors_files import broken, read_entries
 from megatron.common.checkpoint_folders import make_subfolder
-from megatron.common.errors import CheckpointError, reason
+from megatron.common.errors import CheckpointError, limit_reached, reason
 from megatron.common.reading import check_archive
 
 ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
@@ -77,7 +77,7 @@ def read_file(path: Path) -> Any:
     try:
         return load_plain(path, ALLOWED, map_location="cpu", mmap=True)
     except Exception as error:  # torch raises many types for a damaged file
-        raise unreadable(path, error) from error
+        raise (limit_reached(path, error) or unreadable(path, error)) from error
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:

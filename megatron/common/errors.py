@@ -169,13 +169,19 @@ def failure_of_host(error: BaseException) -> str | None:
     return None
 
 
+def limit_reached(file: object, error: BaseException) -> ResourceError | None:
+    """The error for a file that cannot be read because of a limit of the host; None for other errors."""
+    advice = limit_advice(error)
+    return ResourceError(f"{file} cannot be read ({reason(error)}): {advice}") if advice else None
+
+
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, and those that it was raised from or while handling, as in a traceback."""
+    """An exception, and those that it was raised from; of a failed import also those that it was raised after."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = error.__cause__ or (error.__context__ if isinstance(error, ImportError) else None)
 
 
 def _own_advice(error: BaseException) -> str | None:

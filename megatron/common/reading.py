@@ -102,7 +102,7 @@ def read_bytes(path: str | Path, *, largest: int = LARGEST) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size <= largest and len(content := file.read(largest + 1)) <= largest:  # files of /proc say 0
             return content
-        raise OSError(errno.EFBIG, f"more than the {largest:,} bytes that such a file has", str(path))
+        raise OSError(errno.EINVAL, f"more than the {largest:,} bytes that such a file has", str(path))
 
 
 def read_text(path: str | Path, flag: str, *, largest: int = 1 << 18) -> str:

@@ -87,10 +87,11 @@ class BlendedDataset(Samples):
         """Call ``read(part, places)`` for each part, and return its results in the order of ``indices``."""
         with self.reading_maps():
             located = [self.order[index] for index in indices]
-            rows = {
-                source: iter(read(self.parts[source], [place for other, place in located if other == source]))
-                for source in {source for source, _ in located}
-            }
+            parts = {source: self.parts[source] for source, _ in located}
+        rows = {
+            source: iter(read(part, [place for other, place in located if other == source]))
+            for source, part in parts.items()
+        }
         return [next(rows[source]) for source, _ in located]
 
     def spans(self, index: int) -> list[Span]:
