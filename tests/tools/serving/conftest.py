@@ -11,7 +11,8 @@ from support.served import Served, served
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role + ':' + message.content + '\n' }}{% endfor %}"
-    "{% if messages[0].content == 'slow' %}{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    "{% if messages[0].content == 'slow' %}{% for a in range(9999) %}{% for b in range(9999) %}"
+    "{% for c in range(99) %}{% endfor %}{% endfor %}{% endfor %}"
     "{% endif %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
 
