@@ -122,7 +122,10 @@ def _check_size(file: Path, record: Record) -> None:
 
 @contextmanager
 def _read_errors(file: Path, absent: str | None = None) -> Iterator[None]:
-    """Turn an OSError in the block, which reads ``file``, into a CheckpointError, ``absent`` if it is missing."""
+    """Turn an OSError in the block, which reads ``file``, into a CheckpointError, ``absent`` if it is missing.
+
+    An error about a limit of the host becomes a ResourceError: the file may be whole.
+    """
     try:
         yield
     except FileNotFoundError:

@@ -72,7 +72,7 @@ def write_files(
 def read_file(path: Path) -> Any:
     """The content of ``path``, on the CPU, without comparing its hash. Its tensors are mapped into memory.
 
-    Raises CheckpointError if the file is missing or damaged, or would run code.
+    Raises CheckpointError if the file is missing or damaged, or would run code, ResourceError at a limit of the host.
     """
     try:
         return load_plain(path, ALLOWED, map_location="cpu", mmap=True)

@@ -1,5 +1,6 @@
 """Each kind of file of a checkpoint, damaged in each way, is detected before a tensor is read, and named."""
 
+import errno
 import io
 import os
 import pickle
@@ -16,10 +17,13 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from support.fuzzing import Attack
 from support.programs import TINY_MODEL, Programs
 
-from megatron.checkpoint.manifest import write_manifest
+from megatron.checkpoint import manifest
+from megatron.checkpoint.checks import form_errors
+from megatron.checkpoint.files import Record
+from megatron.checkpoint.manifest import check_content, read_text, write_manifest
 from megatron.checkpoint.stored import StoredFile
 from megatron.checkpoint.tensor_files import read_file, write_file
-from megatron.common.errors import CheckpointError
+from megatron.common.errors import CheckpointError, ResourceError
 from megatron.tools.convert.megatron_files import _read
 from megatron.tools.convert.torch_dist import _Unpickler
 
@@ -255,3 +259,28 @@ def test_tensors_are_read_from_where_the_archive_has_them(tmp_path: Path, case: 
     for name, tensor in tensors.items():
         assert torch.equal(StoredFile(file).entry(name).read_all(), tensor)
         assert torch.equal(read_file(file)[name], tensor)
+
+
+def _fail(error: Exception) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize(
+    "read", [read_file, lambda file: read_text(file), lambda file: check_content(file, Record(file.stat().st_size))]
+)
+def test_a_limit_of_the_host_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable) -> None:
+    torch.save({"a": torch.ones(2)}, file := tmp_path / "a.pt")
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    monkeypatch.setattr(torch, "load", lambda *_, **__: _fail(error))
+    for name in ("read_bytes", "xxh128_of", "sha256_of"):
+        monkeypatch.setattr(manifest, name, lambda *_, **__: _fail(error))
+    with pytest.raises(ResourceError, match="a.pt cannot be read .*: raise ulimit -n"):
+        read(file)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.distributed.DistBackendError("lost"), torch.OutOfMemoryError("out of memory"), MemoryError()]
+)
+def test_a_failure_while_loading_is_no_other_form(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)), form_errors(tmp_path):
+        raise error
